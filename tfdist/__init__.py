@@ -1,0 +1,52 @@
+"""tfdist: train the Keras 3 model you have on many workers, and get what one process gives.
+
+Names load when first used, so `import tfdist` never imports TensorFlow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0.dev0"
+
+# name -> the module it lives in
+_HOME = {
+    "Cluster": "tfdist.cluster",
+    "TFConfig": "tfdist.cluster",
+    "Task": "tfdist.cluster",
+    "TfdistError": "tfdist.errors",
+    "all_reduce": "tfdist.process",
+    "barrier": "tfdist.process",
+    "create_strategy": "tfdist.strategy",
+    "errors": "tfdist.errors",
+    "is_chief": "tfdist.process",
+    "resolve": "tfdist.tf_config",
+    "save": "tfdist.saving",
+}
+__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+
+if TYPE_CHECKING:
+    from tfdist import errors as errors
+    from tfdist.cluster import Cluster as Cluster
+    from tfdist.cluster import Task as Task
+    from tfdist.cluster import TFConfig as TFConfig
+    from tfdist.errors import TfdistError as TfdistError
+    from tfdist.process import all_reduce as all_reduce
+    from tfdist.process import barrier as barrier
+    from tfdist.process import is_chief as is_chief
+    from tfdist.saving import save as save
+    from tfdist.strategy import create_strategy as create_strategy
+    from tfdist.tf_config import resolve as resolve
+
+
+def __getattr__(name: str) -> object:
+    from importlib import import_module
+
+    if name not in _HOME:
+        raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
+    module = import_module(_HOME[name])
+    return module if _HOME[name] == f"tfdist.{name}" else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,80 @@
+"""Every error tfdist raises, one tree.
+
+    TfdistError
+    ├── ClusterError (ValueError)            a cluster, or a task in it, that can not be
+    │   └── TFConfigError                    TF_CONFIG text that names no usable cluster
+    ├── StrategyError (RuntimeError)         a strategy that can not be made here and now
+    ├── UnsupportedError (ValueError)        a Keras feature we can not make right, with the way out
+    ├── DataError (ValueError)               input that can not be split over the tasks
+    ├── SaveError (OSError)                  a model that could not be written; the old file is untouched
+    ├── LaunchError (ValueError)             a command line that can not be started
+    └── GroupError (RuntimeError)            the tasks can not go on together
+        ├── MeetingError                     they did not find each other, or do not belong together
+        ├── PeerLostError (ConnectionError)  a task died, left or fell silent
+        ├── MismatchError                    tasks made different calls where all must make the same
+        └── WaitError (TimeoutError)         a live task did not come in time
+
+Each class also derives from the standard class that a caller would expect.
+"""
+
+from __future__ import annotations
+
+
+class TfdistError(Exception):
+    """The root: `except tfdist.TfdistError` catches whatever tfdist raises on purpose."""
+
+
+class ClusterError(TfdistError, ValueError):
+    """A cluster, or a task in it, that can not be."""
+
+
+class TFConfigError(ClusterError):
+    """TF_CONFIG text that names no usable cluster."""
+
+
+class StrategyError(TfdistError, RuntimeError):
+    """A strategy that can not be made here and now."""
+
+
+class UnsupportedError(TfdistError, ValueError):
+    """A Keras feature that can not be made right on several tasks; the message names the way out."""
+
+
+class DataError(TfdistError, ValueError):
+    """Input that can not be split over the tasks."""
+
+
+class SaveError(TfdistError, OSError):
+    """A model that could not be written; what was there before is untouched."""
+
+
+class LaunchError(TfdistError, ValueError):
+    """A command line that can not be started."""
+
+
+class GroupError(TfdistError, RuntimeError):
+    """The tasks of a job can not go on together."""
+
+
+class MeetingError(GroupError):
+    """The tasks did not find each other in time, or do not belong together."""
+
+
+class PeerLostError(GroupError, ConnectionError):
+    """Another task died, left or fell silent.
+
+    Attributes:
+        task: The task that was lost, e.g. `Task("worker", 1)`.
+    """
+
+    def __init__(self, message: str, *, task: object = None) -> None:
+        super().__init__(message)
+        self.task = task
+
+
+class MismatchError(GroupError):
+    """Tasks made different calls where all must make the same."""
+
+
+class WaitError(GroupError, TimeoutError):
+    """A task that is alive did not come in time."""
