@@ -54,9 +54,11 @@ class Task:
         if not isinstance(self.index, int) or isinstance(self.index, bool):
             raise ClusterError(f"{self.type} has index {shown(self.index)}: give a whole number, counted from 0")
         if self.index < 0:
-            raise ClusterError(f"{self.type} has index {self.index}: indexes count from 0")
+            raise ClusterError(f"{self.type} has index {shown(self.index)}: indexes count from 0")
         if self.type in ("chief", "evaluator") and self.index > 0:
-            raise ClusterError(f"{self.type} {self.index}: a job has at most one {self.type}, and its index is 0")
+            raise ClusterError(
+                f"{self.type} {shown(self.index)}: a job has at most one {self.type}, and its index is 0"
+            )
 
     def __str__(self) -> str:
         return f"{self.type} {self.index}"
@@ -116,7 +118,7 @@ class Cluster:
         try:
             return self.jobs[task.type][task.index]
         except (KeyError, IndexError):
-            raise ClusterError(f"{task} is not in the cluster: it has {self.counts}") from None
+            raise ClusterError(f"{task.type} {shown(task.index)} is not in the cluster: it has {self.counts}") from None
 
     @property
     def counts(self) -> str:
