@@ -1,0 +1,15 @@
+"""NumPy arrays in every task of a job become their sum (or all of them) in every task, over TCP; no TensorFlow.
+
+    group = meet(["10.0.0.1:2222", "10.0.0.2:2222"], [Task("worker", 0), Task("worker", 1)], index, secret=secret,
+                 start_timeout_s=300, step_timeout_s=1800)
+    mean, = group.all_reduce([gradient], op="mean", tag="gradients")
+    group.leave(0)
+
+`meeting` connects every pair of tasks, `exchange` moves the bytes of one call, `monitor` sees peers die, `reduction`
+does the sums and `calls` checks that all tasks make the same call.
+"""
+
+from tfdist.collectives.group import Group
+from tfdist.collectives.meeting import meet
+
+__all__ = ["Group", "meet"]

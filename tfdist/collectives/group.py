@@ -1,0 +1,394 @@
+"""The tasks of one job, connected: collective calls on NumPy arrays, with deadlines and the names of those that fail.
+
+A call returns on every task or raises on every task. After an error the group is broken: what the peers still have in
+their connections belongs to no call any more, so each later call raises the same error.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from tfdist import wire
+from tfdist.cluster import Task
+from tfdist.collectives import calls, payload
+from tfdist.collectives.calls import Call
+from tfdist.collectives.exchange import Exchange, Link, Reader
+from tfdist.collectives.monitor import BROKEN, LEFT, MAX_BEAT_S, MAX_TEXT, SILENT, ControlLink, Monitor, Trouble
+from tfdist.collectives.reduction import Array, Op, as_numbers, check_op
+from tfdist.errors import GroupError, MismatchError, PeerLostError, WaitError
+
+logger = logging.getLogger(__name__)
+
+# Up to this many bytes go to every peer in one round; larger arrays are summed in shares, in two rounds.
+ONE_ROUND_BYTES = 128 * 1024
+
+
+class Group:
+    """Collective calls between the tasks of one job; made by `meet`.
+
+    Calls may come from any thread, one at a time, and in the same order on every task.
+
+    Attributes:
+        size: Number of tasks.
+        index: Which of them this process is.
+        task: Its name, `tasks[index]`.
+        tasks: All of them, in the order of every result.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        index: int,
+        *,
+        data: Mapping[int, socket.socket],
+        control: Sequence[ControlLink],
+        step_timeout_s: float,
+        heartbeat_timeout_s: float,
+        beat_s: float = MAX_BEAT_S,
+    ) -> None:
+        self.tasks, self.index, self.size = tuple(tasks), index, len(tasks)
+        self.task = self.tasks[index]
+        self._step_timeout_s = step_timeout_s
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._step: int | None = None
+        self._number = 0
+        self._call: Call | None = None
+        self._in_call = False
+        self._known_calls: dict[Any, Call] = {}
+        self._error: GroupError | None = None
+        self._account: dict[str, Any] | None = None
+        self._leaving = self._closed = False
+        self._scratch = payload.Scratch()
+        self._links = [Link(i, str(self.tasks[i]), sock) for i, sock in sorted(data.items())]
+        self._monitor: Monitor | None = None
+        if not self._links:
+            return
+        self._monitor = Monitor(control, me=index, timeout_s=heartbeat_timeout_s, beat_s=beat_s, status=self._status)
+        self._exchange = Exchange(
+            self._links, wake_fd=self._monitor.wake_fd, check=self._check, lost=self._lost, late=self._late
+        )
+        self._monitor.start()
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.leave(None, f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Group of {self.size} tasks, this is {self.task}>"
+
+    # Collective calls
+
+    def all_reduce(self, arrays: Sequence[Any], *, op: Op = "sum", tag: str) -> list[Array]:
+        """Returns new arrays: element by element the sum, mean, maximum or minimum over all tasks.
+
+        Every dtype is reduced in itself (16-bit floats in float32, rounded once), always in task order, so that the
+        results are the same bits on all tasks and in every run. All tasks must bring the same shapes and dtypes.
+
+        Raises:
+            TypeError: `op` has no exact meaning for a dtype (mean of integers, sum of bool, max of complex).
+            PeerLostError, MismatchError, WaitError: The tasks can not go on together.
+        """
+        values = [as_numbers(array) for array in arrays]
+        for value in values:
+            check_op(op, value.dtype)
+        if self.size == 1:
+            return [value.copy() for value in values]
+        key = ("all_reduce", tag, op, tuple((value.dtype, value.shape) for value in values))
+        call = self._known_calls.get(key)
+        if call is None:
+            size = sum(value.nbytes for value in values)
+            call = Call("all_reduce", tag, op, tuple(calls.array_text(value) for value in values), size)
+            if len(self._known_calls) >= 256:  # tags that name a step would grow it for ever
+                self._known_calls.clear()
+            self._known_calls[key] = call
+        with self._calling(call) as opening:
+            reduction = payload.Reduction(values, op, self.index, self.size, self._scratch)
+            if call.size <= ONE_ROUND_BYTES:
+                return reduction.in_one_round(opening, self._run, self._links)
+            return reduction.in_shares(opening, self._run, self._links)
+
+    def all_gather(self, array: Any, *, tag: str) -> list[Array]:
+        """Returns the arrays of all tasks, in task order. Shapes may differ, the dtype must not."""
+        value = as_numbers(array)
+        if self.size == 1:
+            return [value.copy()]
+        call = Call("all_gather", tag, value.dtype.name)
+        with self._calling(call) as opening:
+            body = payload.pack_array(value)
+            bodies = self._gather(opening, body)
+            results = [payload.unpack_array(other, value.dtype, str(self.tasks[i])) for i, other in bodies.items()]
+        results.insert(self.index, value.copy())
+        return results
+
+    def all_gather_bytes(self, data: bytes, *, tag: str) -> list[bytes]:
+        """Returns the bytes of all tasks, in task order; lengths may differ."""
+        if self.size == 1:
+            return [bytes(data)]
+        with self._calling(Call("all_gather_bytes", tag)) as opening:
+            bodies = self._gather(opening, [memoryview(data)])
+        results = [body.tobytes() for body in bodies.values()]
+        results.insert(self.index, bytes(data))
+        return results
+
+    def broadcast(self, arrays: Sequence[Any] | None, *, root: int = 0, tag: str) -> list[Array]:
+        """Returns new arrays with the root's values; what the other tasks pass is ignored (None will do)."""
+        if not 0 <= root < self.size:
+            raise ValueError(f"root must be the index of a task (0 to {self.size - 1}), not {root}")
+        values = []
+        if root == self.index:
+            if arrays is None:
+                raise ValueError(f"{self.task} is the root of broadcast {tag!r} and must pass the arrays")
+            values = [as_numbers(array) for array in arrays]
+            if self.size == 1:
+                return [value.copy() for value in values]
+        with self._calling(Call("broadcast", tag, f"from {self.tasks[root]}")) as opening:
+            mine = payload.pack_arrays(values) if root == self.index else []
+            bodies = self._gather(opening, mine)
+            if root != self.index:
+                return payload.unpack_arrays(bodies[root], str(self.tasks[root]))
+        return [value.copy() for value in values]
+
+    def barrier(self, tag: str) -> None:
+        """Returns when every task has called it."""
+        if self.size == 1:
+            return
+        with self._calling(Call("barrier", tag)) as opening:
+            self._gather(opening, [])
+
+    # Life
+
+    def progress(self, step: int) -> None:
+        """Notes the step this task is at, for messages here and on the peers."""
+        self._step = step
+
+    def set_step_timeout(self, timeout_s: float) -> None:
+        """Sets how long a call waits for a task that is alive."""
+        self._step_timeout_s = timeout_s
+
+    def leave(self, code: int | None, reason: str = "", wait_s: float = 0.0) -> None:
+        """Says goodbye: no call can follow. The first goodbye counts.
+
+        Args:
+            code: The exit code to come, None where it is not known.
+            reason: Why, for a code other than 0: "ValueError: bad shape".
+            wait_s: At most so long to wait until every peer has said goodbye or is gone.
+        """
+        monitor = self._monitor
+        if monitor is None or self._closed or self._is_forked:
+            self._leaving = True
+            return
+        if not self._leaving:
+            self._leaving = True
+            monitor.tell(wire.GOODBYE, {"code": code, "reason": reason[:MAX_TEXT], "step": self._step})
+            for link in self._links:
+                # After what was sent before, the peers read the end of the stream: in order, and only if they wait.
+                _shut_down(link.sock)
+            monitor.wake()
+        started, left_s = time.monotonic(), wait_s
+        said_so = False
+        while left_s > 0 and (missing := monitor.wait_until_over(min(left_s, 1.0))):
+            waited_s = time.monotonic() - started
+            left_s = wait_s - waited_s
+            if waited_s >= 5 and not said_so:
+                said_so = True
+                names = _names([str(self.tasks[i]) for i in missing])
+                logger.warning("%s is done, waiting for %s to end (at most %.0f s)", self.task, names, wait_s)
+
+    def close(self) -> None:
+        """Leaves if `leave` was not called, and closes the connections."""
+        if self._closed:
+            return
+        self.leave(None)
+        # A call in another thread has been woken and ends; its sockets must not be closed under it.
+        entered = self._lock.acquire(timeout=2.0)
+        self._closed = True
+        try:
+            if not self._is_forked and self._monitor is not None:
+                self._monitor.stop()
+            for link in self._links:
+                link.sock.close()
+        finally:
+            if entered:
+                self._lock.release()
+
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._pid
+
+    # One call
+
+    @contextmanager
+    def _calling(self, call: Call) -> Iterator[_Opening]:
+        """The scope of one call: one at a time, and an error inside breaks the group."""
+        with self._lock:
+            self._raise_if_over(call)
+            assert self._monitor is not None
+            self._call, self._in_call, self._account = call, True, None
+            self._number += 1
+            try:
+                # Every call needs every task: even one that left in peace is missing now.
+                if (trouble := self._monitor.first()) is not None:
+                    raise self._error_of(trouble)
+                yield _Opening(call, self._number, str(self.task))
+            except BaseException as error:
+                self._break(error)
+                raise
+            finally:
+                self._in_call = False
+
+    def _run(self, messages: Mapping[int, Sequence[memoryview]], readers: Mapping[int, Reader]) -> None:
+        self._exchange.run(messages, readers, timeout_s=self._step_timeout_s, on_wait=self._say_waiting)
+
+    def _gather(self, opening: _Opening, body: Sequence[memoryview]) -> dict[int, payload.Bytes]:
+        size = sum(len(view) for view in body)
+        bodies: dict[int, payload.Bytes] = {}
+
+        def read(link: Link) -> Reader:
+            length = yield from opening.read(link)
+            bodies[link.index] = np.empty(length, np.uint8)
+            yield bodies[link.index].data
+
+        first = opening.message(size)
+        self._run(
+            {link.index: [first, *body] for link in self._links}, {link.index: read(link) for link in self._links}
+        )
+        return dict(sorted(bodies.items()))
+
+    def _status(self) -> dict[str, Any]:
+        call, doing = self._call, "before its first call"
+        if call is not None:
+            doing = f"{'in' if self._in_call else 'after'} {call}"
+        return {"step": self._step, "doing": doing}
+
+    def _where(self) -> str:
+        return f"{self._call}{'' if self._step is None else f' at step {self._step}'}"
+
+    def _say_waiting(self, names: Sequence[str], waited_s: float) -> None:
+        message = "%s is waiting for %s in %s (%.0f s of %.0f s)"
+        logger.warning(message, self.task, _names(names), self._where(), waited_s, self._step_timeout_s)
+
+    # What goes wrong
+
+    def _check(self, pending: Sequence[int]) -> bool:
+        """Raises if the call can not end; returns whether a peer owes us data that must come now or never."""
+        assert self._monitor is not None
+        if self._leaving:
+            raise GroupError(f"{self.task} has left the group; no call can follow")
+        trouble = self._monitor.fatal()
+        if trouble is None:
+            return any(self._monitor.of(index) for index in pending)
+        # A dead peer may have sent its part of this call before; the end of its data shows if not.
+        if trouble.kind in (BROKEN, SILENT) or trouble.source not in pending:
+            raise self._error_of(trouble)
+        return True
+
+    def _lost(self, index: int) -> GroupError:
+        assert self._monitor is not None
+        if self._leaving:
+            return GroupError(f"{self.task} has left the group; no call can follow")
+        if self._monitor.of(index, wait_s=1.0) is None:
+            name = str(self.tasks[index])
+            return self._error_of(Trouble(index, LEFT, f"{name} closed its data connection", index))
+        trouble = self._monitor.first()
+        assert trouble is not None
+        return self._error_of(trouble)
+
+    def _late(self, pending: Sequence[int]) -> GroupError:
+        assert self._monitor is not None
+        for index in pending:
+            if self._monitor.of(index) is not None:
+                return self._lost(index)
+        accounts = []
+        for index in pending:
+            said = self._monitor.said(index)
+            step = "" if said.get("step") is None else f" at step {said['step']},"
+            accounts.append(f"{self.tasks[index]} (alive,{step} {said.get('doing', 'before its first call')})")
+        why = f"{_names(accounts)} did not come to {self._where()} within {self._step_timeout_s:g} s"
+        self._account = {"error": "WaitError", "why": f"{why}, {self.task} gave up", "blame": pending[0]}
+        return WaitError(f"{why}, while {self.task} waited there")
+
+    def _error_of(self, trouble: Trouble) -> GroupError:
+        told = f" (told by {trouble.told_by})" if trouble.told_by and trouble.blame != trouble.source else ""
+        self._account = {"error": trouble.error, "why": trouble.text, "blame": trouble.blame}
+        if trouble.error == "MismatchError":
+            return MismatchError(trouble.text)
+        if trouble.error == "WaitError":
+            return WaitError(f"{trouble.text}{told}")
+        if trouble.blame == self.index:
+            return PeerLostError(
+                f"{trouble.told_by} gave this task up: {trouble.text}", task=self.tasks[trouble.source]
+            )
+        blamed = self.tasks[trouble.blame] if 0 <= trouble.blame < self.size else self.tasks[trouble.source]
+        text = f"{trouble.text}{told}, while {self.task} waited for it in {self._where()}"
+        return PeerLostError(text, task=blamed)
+
+    def _break(self, error: BaseException) -> None:
+        """Remembers the error that ends the group, and tells the peers what is to blame."""
+        assert self._monitor is not None
+        if isinstance(error, GroupError):
+            self._error = error
+            account = self._account or {"error": type(error).__name__, "why": str(error), "blame": self.index}
+        else:
+            what = f"{self.task} was stopped in {self._where()} by {type(error).__name__}: {error}"
+            self._error = GroupError(f"{what}; the group can not go on")
+            account = {"error": "PeerLostError", "why": what, "blame": self.index}
+        if not self._leaving:
+            account["why"] = account["why"][:MAX_TEXT]
+            self._monitor.tell(wire.BROKEN, account)
+
+    def _raise_if_over(self, call: Call) -> None:
+        if self._is_forked:
+            raise GroupError(f"{call}: this process was forked from {self.task}; only {self.task} itself can call")
+        if self._error is not None:
+            if isinstance(self._error, PeerLostError):
+                raise PeerLostError(str(self._error), task=self._error.task)
+            raise type(self._error)(str(self._error))
+        if self._leaving:
+            raise GroupError(f"{call}: {self.task} has left the group; no call can follow")
+
+
+class _Opening:
+    """The two ends of a message's first bytes."""
+
+    def __init__(self, call: Call, number: int, me: str) -> None:
+        self._call, self._number, self._me = call, number, me
+
+    def message(self, size: int) -> memoryview:
+        return memoryview(self._call.opening(self._number, size))
+
+    def read(self, link: Link) -> payload.OpeningReader:
+        """Reads and checks a peer's opening; returns the length of the payload that follows."""
+        head = bytearray(calls.OPENING.size)
+        yield memoryview(head)
+        length, size, number = calls.parse_opening(head, link.name)
+        description = bytearray(length)
+        yield memoryview(description)
+        if description != self._call.description or number != self._number:
+            raise calls.mismatch(self._call, self._number, self._me, description, number, link.name)
+        return size
+
+
+def _shut_down(sock: socket.socket) -> None:
+    with suppress(OSError):  # the peer is gone already
+        sock.shutdown(socket.SHUT_WR)
+
+
+def _names(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,441 @@
+"""Connects every pair of tasks of a cluster before the start time-out, or says who is missing and why.
+
+Each task listens at its own address, connects to the tasks before it and accepts those after it; two connections a
+pair, one for data and one for control. Whoever else knocks is logged and dropped. Two tasks that prove to be of one job
+but differ (in the cluster, the versions, or by being the same task twice) end the meeting on both sides at once. The
+meeting is over for nobody before it is over for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tfdist import wire
+from tfdist.cluster import Task
+from tfdist.collectives.group import Group
+from tfdist.collectives.listener import listen, split_address
+from tfdist.collectives.monitor import MAX_BEAT_S, MAX_TEXT, ControlLink, goodbye
+from tfdist.errors import GroupError, MeetingError
+
+logger = logging.getLogger(__name__)
+
+Channel = Literal["data", "control"]
+CHANNELS: tuple[Channel, ...] = ("data", "control")
+
+HANDSHAKE_S = 10.0
+FIRST_WORD_S, NEXT_WORD_S = 5.0, 10.0
+# Handshakes at a time; strangers beyond wait in the listener's queue.
+MAX_HANDSHAKES = 64
+_RETRY_S, _MAX_RETRY_S = 0.02, 1.0
+
+
+def meet(
+    cluster_addresses: Sequence[str],
+    tasks: Sequence[Task],
+    index: int,
+    *,
+    secret: bytes | None,
+    start_timeout_s: float,
+    step_timeout_s: float,
+    heartbeat_timeout_s: float = 30.0,
+    on_wait: Callable[[str], None] | None = None,
+    fingerprint: str = "",
+) -> Group:
+    """Returns the connected group once all tasks have come; the port is free again by then.
+
+    Args:
+        cluster_addresses: "host:port" of each task; this task listens on its own.
+        tasks: Their names, in the same order on every task.
+        index: Which of them this process is.
+        secret: What all tasks of the job know and strangers do not; None: anybody may come.
+        start_timeout_s: How long to wait for the others.
+        step_timeout_s: How long a collective call of the group waits for a task that is alive.
+        heartbeat_timeout_s: Silence after which a task counts as lost.
+        on_wait: Called with a sentence after 5 s of waiting and then every 10 s (default: a logged warning).
+        fingerprint: What must be equal on all tasks, such as versions.
+
+    Raises:
+        MeetingError: A task is missing at the end of the time, does not fit, or this task's port is taken.
+    """
+    if len(cluster_addresses) != len(tasks) or not 0 <= index < len(tasks):
+        raise ValueError(f"task number {index} of {len(tasks)} tasks with {len(cluster_addresses)} addresses")
+    data: dict[int, socket.socket] = {}
+    control: list[ControlLink] = []
+    group_settings = {"step_timeout_s": step_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
+    if len(tasks) == 1:
+        return Group(tasks, index, data=data, control=control, **group_settings)
+    me = _Identity(tuple(cluster_addresses), tuple(tasks), index, fingerprint, heartbeat_timeout_s)
+    meeting = _Meeting(me, secret, start_timeout_s, on_wait or (lambda message: logger.warning("%s", message)))
+    return meeting.run(group_settings)
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What a task says of itself to the others."""
+
+    addresses: tuple[str, ...]
+    tasks: tuple[Task, ...]
+    index: int
+    fingerprint: str
+    heartbeat_timeout_s: float
+    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def name(self) -> str:
+        return str(self.tasks[self.index])
+
+    @property
+    def cluster(self) -> list[list[str]]:
+        return [[str(task), address] for task, address in zip(self.tasks, self.addresses, strict=True)]
+
+    def message(self, channel: Channel) -> dict[str, Any]:
+        cluster = self.cluster
+        return {
+            "channel": channel,
+            "index": self.index,
+            "task": self.name,
+            # The list itself is long in a big cluster and travels once per peer.
+            "cluster": cluster if channel == "data" else None,
+            "digest": hashlib.sha256(wire.encode({"cluster": cluster})).hexdigest(),
+            "fingerprint": self.fingerprint,
+            "byteorder": sys.byteorder,
+            "heartbeat_timeout_s": self.heartbeat_timeout_s,
+            "incarnation": self.incarnation,
+            "process": f"process {os.getpid()} on {socket.gethostname()}",
+        }
+
+    def difference(self, theirs: Mapping[str, Any]) -> str | None:
+        """Returns what is not the same for the peer, in words, or None."""
+        mine, peer = self.message("data"), str(theirs.get("task"))
+        if theirs.get("digest") != mine["digest"]:
+            return self._cluster_difference(theirs.get("cluster"), peer)
+        index = theirs.get("index")
+        if not isinstance(index, int) or not 0 <= index < len(self.tasks) or peer != str(self.tasks[index]):
+            return f"{peer} says it is number {index!r} of the cluster"
+        for what in ("fingerprint", "byteorder"):
+            if theirs.get(what) != mine[what]:
+                return f"{self.name} runs with {mine[what]!r}, {peer} with {theirs.get(what)!r}"
+        return None
+
+    def _cluster_difference(self, theirs: Any, peer: str) -> str:
+        if not isinstance(theirs, list):
+            return f"{peer} believes in another cluster than {self.name}"
+        mine = self.cluster
+        text = (
+            f"{peer} believes the cluster is {_cluster_text(theirs)}, {self.name} believes it is {_cluster_text(mine)}"
+        )
+        if len(theirs) != len(mine):
+            return text
+        first = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b), 0)
+        return f"{text}; the first difference is entry {first}: {theirs[first]} and {mine[first]}"
+
+
+def _cluster_text(cluster: list[Any]) -> str:
+    entries = [" at ".join(map(str, entry)) if isinstance(entry, list) else str(entry) for entry in cluster[:8]]
+    more = ", ..." if len(cluster) > 8 else ""
+    return f"{', '.join(entries)}{more} ({len(cluster)} tasks)"[:1000]
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """A connection that is through the handshake."""
+
+    sock: socket.socket
+    identity: Mapping[str, Any]
+
+
+class _Meeting:
+    """One task's side of the meeting: threads shake hands, `run` collects the results."""
+
+    def __init__(
+        self, me: _Identity, secret: bytes | None, start_timeout_s: float, on_wait: Callable[[str], None]
+    ) -> None:
+        self._me, self._secret, self._on_wait = me, secret, on_wait
+        self._timeout_s, self._started = start_timeout_s, time.monotonic()
+        self._deadline = self._started + start_timeout_s
+        self._results: queue.SimpleQueue[_Arrival | MeetingError] = queue.SimpleQueue()
+        self._over = threading.Event()
+        self._slots = threading.BoundedSemaphore(MAX_HANDSHAKES)
+        self._last_words: dict[int, str] = {}  # by peer: why it is not here yet
+        self._sockets: dict[tuple[int, Channel], socket.socket] = {}
+        self._control: dict[int, ControlLink] = {}
+        self._peers: dict[int, Mapping[str, Any]] = {}  # what each said of itself
+        self._listeners: list[socket.socket] = []
+
+    def run(self, group_settings: Mapping[str, float]) -> Group:
+        me = self._me
+        try:
+            others = [address for i, address in enumerate(me.addresses) if i != me.index]
+            self._listeners = listen(me.addresses[me.index], others=others, task=me.name)
+            for listener in self._listeners:
+                self._start(self._accept, listener)
+            for index in range(me.index):
+                self._start(self._connect, index)
+            self._collect()
+            return self._gather(group_settings)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        finally:
+            self._over.set()
+            for listener in self._listeners:
+                # Only this wakes a thread in accept(); closing does not.
+                with suppress(OSError):
+                    listener.shutdown(socket.SHUT_RDWR)
+                listener.close()
+            self._drop_late_arrivals()
+
+    def _start(self, function: Callable[..., None], *args: Any) -> None:
+        threading.Thread(target=function, args=args, name=f"tfdist-{function.__name__}", daemon=True).start()
+
+    # In the threads
+
+    def _connect(self, index: int) -> None:
+        """Connects both channels to a task before us, however long it takes to come."""
+        host, port = split_address(self._me.addresses[index])
+        for channel in CHANNELS:
+            pause = _RETRY_S
+            while not self._over.is_set():
+                try:
+                    arrival = self._connect_once(host, port, channel)
+                    self._check_index(arrival, index)
+                except MeetingError as error:
+                    self._results.put(error)
+                    return
+                except wire.SecretError as error:
+                    # We went to the address that the cluster names: that can't be a passer-by.
+                    where = f"{self._me.tasks[index]} at {self._me.addresses[index]}"
+                    self._results.put(MeetingError(f"{where} {error}: it belongs to another job than {self._me.name}"))
+                    return
+                except (wire.WireError, OSError) as error:
+                    self._last_words[index] = _why(error)
+                    self._over.wait(pause)
+                    pause = min(pause * 1.5, _MAX_RETRY_S)
+                else:
+                    self._results.put(arrival)
+                    break
+
+    def _connect_once(self, host: str, port: int, channel: Channel) -> _Arrival:
+        error: OSError = ConnectionRefusedError("no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, protocol)
+            wire.close_in_forked_child(sock)
+            try:
+                # Should our temporary port be one that a task wants to listen on, this lets it.
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.settimeout(max(0.1, min(HANDSHAKE_S, self._deadline - time.monotonic())))
+                sock.connect(address)
+                if sock.getsockname() == sock.getpeername():
+                    # TCP connects a socket to itself when the target happens to be its own temporary port.
+                    raise ConnectionRefusedError(111, "Connection refused")
+                return self._shake_hands(sock, wire.greet, channel)
+            except OSError as failure:
+                error = failure
+                sock.close()
+            except BaseException:
+                sock.close()
+                raise
+        raise error
+
+    def _check_index(self, arrival: _Arrival, index: int) -> None:
+        if arrival.identity["index"] != index:
+            arrival.sock.close()
+            where = f"at {self._me.addresses[index]}, the address of {self._me.tasks[index]},"
+            raise MeetingError(f"{where} answers {arrival.identity['task']}")
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._over.is_set():
+            self._slots.acquire()
+            try:
+                sock, address = listener.accept()
+            except OSError:
+                self._slots.release()
+                if self._over.wait(0.05):  # or a shortage of descriptors that passes
+                    return
+                continue
+            wire.close_in_forked_child(sock)
+            self._start(self._receive, sock, address)
+
+    def _receive(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
+        """Shakes hands with whoever connected."""
+        try:
+            arrival = self._shake_hands(sock, wire.answer, None)
+            if arrival.identity["index"] <= self._me.index:
+                peer, name = arrival.identity["task"], self._me.name
+                if peer == name:
+                    raise MeetingError(f"{name} is there twice: here, and {arrival.identity['process']}")
+                raise MeetingError(f"{peer} connected to {name}, which should connect to it")
+            self._results.put(arrival)
+        except MeetingError as error:
+            sock.close()
+            self._results.put(error)
+        except wire.SecretError as error:
+            sock.close()
+            if self._secret is None:
+                # Without a secret there are no strangers: this is a task of a job that has one.
+                self._results.put(MeetingError(f"a task at {address[0]} {error}: give all tasks the same secret"))
+            else:
+                logger.warning("%s: dropped a connection from %s: it %s", self._me.name, address[0], error)
+        except (wire.WireError, OSError) as error:
+            sock.close()
+            logger.warning("%s: dropped a connection from %s: it %s", self._me.name, address[0], error)
+        finally:
+            self._slots.release()
+
+    def _shake_hands(
+        self, sock: socket.socket, handshake: Callable[..., dict[str, Any]], channel: Channel | None
+    ) -> _Arrival:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        deadline = min(time.monotonic() + HANDSHAKE_S, self._deadline)
+        identity = self._me.message(channel or "data")
+        theirs = handshake(sock, secret=self._secret, identity=identity, deadline=deadline)
+        difference = self._me.difference(theirs)
+        if difference:
+            sock.close()
+            raise MeetingError(difference)
+        if channel is None and theirs.get("channel") not in CHANNELS:
+            raise wire.WireError(f"asked for the unknown channel {theirs.get('channel')!r}")
+        # Both sides put the connector's word for the channel.
+        return _Arrival(sock, {**theirs, "channel": channel or theirs["channel"]})
+
+    # In the caller's thread
+
+    def _collect(self) -> None:
+        """Waits until every pair is connected."""
+        word_at = self._started + FIRST_WORD_S
+        while missing := self._missing():
+            now = time.monotonic()
+            if now >= self._deadline:
+                raise MeetingError(self._missing_text(missing))
+            if now >= word_at:
+                word_at = now + NEXT_WORD_S
+                self._say_waiting(missing, now)
+            try:
+                result = self._results.get(timeout=max(0.0, min(self._deadline - now, 0.1)))
+            except queue.Empty:
+                self._look_for_goodbyes()
+                continue
+            if isinstance(result, MeetingError):
+                raise result
+            self._admit(result)
+
+    def _missing(self) -> list[int]:
+        me = self._me
+        here = {index for index, _ in self._sockets}
+        half = {index for index in here if any((index, channel) not in self._sockets for channel in CHANNELS)}
+        return [i for i in range(len(me.tasks)) if i != me.index and (i not in here or i in half)]
+
+    def _admit(self, arrival: _Arrival) -> None:
+        peer = arrival.identity
+        index, channel = peer["index"], peer["channel"]
+        known = self._peers.setdefault(index, peer)
+        if known.get("incarnation") != peer.get("incarnation") or (index, channel) in self._sockets:
+            error = MeetingError(f"{peer['task']} is there twice: {known['process']} and {peer['process']}")
+            with suppress(wire.WireError):
+                message = {"code": None, "reason": str(error), "step": None}
+                wire.send(arrival.sock, wire.GOODBYE, message, deadline=time.monotonic() + 1)
+            arrival.sock.close()
+            raise error
+        self._sockets[index, channel] = arrival.sock
+        if channel == "control":
+            self._control[index] = ControlLink(index, str(peer["task"]), arrival.sock)
+
+    def _look_for_goodbyes(self) -> None:
+        """Ends the meeting when a task that had come already goes away again."""
+        for (index, channel), sock in self._sockets.items():
+            name, gone = str(self._me.tasks[index]), False
+            readable, _, _ = select.select([sock], [], [], 0) if sock.fileno() < 1024 else ([sock], [], [])
+            if not readable:
+                continue
+            if channel == "data":
+                # A task that has everybody may have begun its first call: look, don't take.
+                with suppress(BlockingIOError):
+                    gone = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            else:
+                link = self._control[index]
+                for frame in link.receive():
+                    if frame.kind == wire.GOODBYE:
+                        text = goodbye(link, wire.decode(frame.body)).text
+                        raise MeetingError(f"{text} (while {self._me.name} was waiting for the others)")
+                gone = link.ended
+            if gone:
+                raise MeetingError(f"{name} came, and ended before all tasks were here (killed or crashed?)")
+
+    def _say_waiting(self, missing: Sequence[int], now: float) -> None:
+        names = ", ".join(self._address_text(i) for i in missing[:4])
+        if len(missing) > 4:
+            names += f" and {len(missing) - 4} more"
+        why = self._last_words.get(missing[0])
+        times = f"{now - self._started:.0f} s of {self._timeout_s:g} s"
+        self._on_wait(f"waiting for {names} ({times}{f'; {why}' if why else ''})")
+
+    def _address_text(self, index: int) -> str:
+        return f"{self._me.tasks[index]} at {self._me.addresses[index]}"
+
+    def _missing_text(self, missing: Sequence[int]) -> str:
+        each = [f"{self._address_text(i)} ({self._last_words.get(i, 'never connected')})" for i in missing]
+        count = f"{len(missing)} of {len(self._me.tasks)} tasks did not come to {self._me.name}"
+        return f"{count} within {self._timeout_s:g} s: {', '.join(each)}"
+
+    def _gather(self, group_settings: Mapping[str, float]) -> Group:
+        """Makes the group, and waits in it until all tasks have got so far."""
+        data = {index: sock for (index, channel), sock in self._sockets.items() if channel == "data"}
+        timeouts = [group_settings["heartbeat_timeout_s"], *(p["heartbeat_timeout_s"] for p in self._peers.values())]
+        group = Group(
+            self._me.tasks,
+            self._me.index,
+            data=data,
+            control=list(self._control.values()),
+            step_timeout_s=max(0.1, self._deadline - time.monotonic()),
+            heartbeat_timeout_s=group_settings["heartbeat_timeout_s"],
+            beat_s=min(MAX_BEAT_S, min(timeouts) / 10),
+        )
+        try:
+            group.barrier("meeting")
+        except GroupError as error:
+            group.leave(None, str(error))
+            group.close()
+            raise MeetingError(str(error)) from error
+        except BaseException:
+            group.close()
+            raise
+        group.set_step_timeout(group_settings["step_timeout_s"])
+        return group
+
+    def _abandon(self, error: BaseException) -> None:
+        """Tells those who are here why this task goes."""
+        reason = str(error) if isinstance(error, MeetingError) else f"{type(error).__name__}: {error}"
+        for link in self._control.values():
+            link.send(wire.GOODBYE, {"code": None, "reason": reason[:MAX_TEXT], "step": None})
+        for sock in self._sockets.values():
+            sock.close()
+
+    def _drop_late_arrivals(self) -> None:
+        with suppress(queue.Empty):
+            while True:
+                result = self._results.get_nowait()
+                if isinstance(result, _Arrival):
+                    result.sock.close()
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, socket.gaierror):
+        return "name not found"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, OSError):
+        return (error.strerror or str(error)).lower()
+    return f"it {error}"
