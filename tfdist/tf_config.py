@@ -156,19 +156,17 @@ class _Repeated(dict[str, object]):
 
 def _load(text: str) -> dict[str, object]:
     try:
-        document = json.loads(text, object_pairs_hook=_object, parse_constant=_not_finite, parse_float=_finite)
+        document = json.loads(
+            text, object_pairs_hook=_object, parse_constant=_not_finite, parse_float=_finite, parse_int=_whole
+        )
     except json.JSONDecodeError as error:
         near = text[max(0, error.pos - 20) : error.pos + 20]
         quotes = "; JSON has double quotes" if "'" in near and '"' not in text else ""
         raise TFConfigError(
             f"the text is not JSON: {error.msg} at character {error.pos}, near {near!r}{quotes}. Write {_SAMPLE}"
         ) from None
-    except TFConfigError:
-        raise
     except RecursionError:
         raise TFConfigError(f"the text is nested too deeply. Write {_SAMPLE}") from None
-    except ValueError:  # Python refuses to read an integer of more than 4300 digits
-        raise TFConfigError(f"the text has a number of too many digits. Write {_SAMPLE}") from None
     if isinstance(document, str) and document.lstrip().startswith("{"):
         raise TFConfigError(f"the text is JSON inside a JSON string, {shown(document)}: encode it once")
     if not isinstance(document, dict):
@@ -326,6 +324,13 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     seen: set[str] = set()
     repeated.key = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
     return repeated
+
+
+def _whole(digits: str) -> int:
+    # Newer Pythons refuse long numbers by themselves, in a ValueError about sys.set_int_max_str_digits.
+    if len(digits) > 600:
+        raise TFConfigError(f"the number {shown(digits)} has too many digits")
+    return int(digits)
 
 
 def _finite(digits: str) -> float:
