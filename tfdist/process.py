@@ -45,6 +45,8 @@ DEFAULT_STEP_TIMEOUT_S = 1800.0
 ATEXIT_GRACE_S = 3.0
 STEP_REPORT_INTERVAL_S = 0.5
 CONTROL_TIMEOUT_S = 1.0
+# What TensorFlow raises where a peer of its collectives or parameter servers is gone.
+_TENSORFLOW_PEER_ERRORS = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
 
 
 @dataclass(frozen=True)
@@ -362,9 +364,11 @@ def fail(error: BaseException, *, print_with: Any = None) -> NoReturn:
     and leaves without TensorFlow's teardown, which takes up to half a minute and hides the message in noise.
     """
     code = exit_code(error)
-    _print_traceback(error, print_with)
+    error.__traceback__ = _trimmed(error.__traceback__)
+    # First the launcher: it then knows what the lines on stderr are.
     with contextlib.suppress(Exception):
         _record(error, code)
+    _print_traceback(error, print_with)
     _say_goodbye(code, _one_line(error))
     _run_atexit_functions(limit_s=ATEXIT_GRACE_S, code=code)
     _leave_process(code)
@@ -419,7 +423,6 @@ def _record(error: BaseException, code: int) -> None:
     """Writes the error file that the launcher's report is made of, and says so over the control socket."""
     config = None if _current is None else _current.config
     lost = next((link.task for link in _chain(error) if isinstance(link, PeerLostError)), None)
-    text = f"{type(error).__name__}: {error}"
     record = {
         "task": None if config is None else str(config.task),
         "host": socket.gethostname(),
@@ -429,9 +432,8 @@ def _record(error: BaseException, code: int) -> None:
         "step": _last_step,
         "error": type(error).__name__,
         "message": str(error)[:4000],
-        "traceback": "".join(traceback.format_exception(type(error), error, _trimmed(error.__traceback__)))[-20000:],
-        # An error out of a TensorFlow op carries the Python error only as text.
-        "consequence": any(isinstance(link, PeerLostError) for link in _chain(error)) or "PeerLostError" in text,
+        "traceback": "".join(traceback.format_exception(error))[-20000:],
+        "consequence": any(_is_about_others(link) for link in _chain(error)),
         "lost": None if lost is None else str(lost),
     }
     info = LaunchInfo.read(os.environ)
@@ -441,6 +443,15 @@ def _record(error: BaseException, code: int) -> None:
             json.dump(record, file)
         os.replace(path + ".part", path)
     report("error", **{name: value for name, value in record.items() if name != "traceback"})
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Whether an error says that another task, or the way to it, is gone."""
+    kind = type(error)
+    if kind.__module__.startswith("tensorflow.") and kind.__name__ in _TENSORFLOW_PEER_ERRORS:
+        return True
+    # An error out of a TensorFlow op carries the Python error only as text.
+    return isinstance(error, PeerLostError) or "PeerLostError" in str(error)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -458,8 +469,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _print_traceback(error: BaseException, print_with: Any) -> None:
-    # The hook looks at the error's own traceback, whatever it is given.
-    error.__traceback__ = trace = _trimmed(error.__traceback__)
+    trace = error.__traceback__
     try:
         (print_with or sys.__excepthook__)(type(error), error, trace)
     except Exception:
@@ -496,12 +506,12 @@ def _leave_process(code: int) -> NoReturn:
 def main(argv: Sequence[str]) -> NoReturn:
     """Runs a script or, after `-m`, a module as `__main__`, as the task that the environment describes."""
     _die_with_parent()
-    if os.environ.get("TFDIST_RUN_DIR") and not _control.connect():
-        # The launcher died before the parent-death signal was armed.
-        os._exit(128 + signal.SIGTERM)
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+    if os.environ.get("TFDIST_RUN_DIR") and not _control.connect():
+        # The launcher died before the parent-death signal was armed.
+        os._exit(128 + signal.SIGTERM)
     try:
         code = script.run(argv)
         global _exit_code
@@ -523,6 +533,8 @@ def main(argv: Sequence[str]) -> NoReturn:
 def _die_of_interrupt(error: KeyboardInterrupt) -> None:
     # As Python itself: the traceback, then death by the signal, so that a parent sees what happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    report("interrupted")
+    error.__traceback__ = _trimmed(error.__traceback__)
     _print_traceback(error, None)
     _say_goodbye(128 + signal.SIGINT, "interrupted")
     _run_atexit_functions(limit_s=ATEXIT_GRACE_S, code=128 + signal.SIGINT)

@@ -1,0 +1,46 @@
+"""Which lines of a task's stderr tell its user nothing: what TensorFlow 2.19 to 2.21 says at every start.
+
+TensorFlow's own switches (TF_CPP_MIN_LOG_LEVEL) leave some of these lines and remove useful ones, and nothing brings
+back what was never written. So tasks write everything, log files keep everything, and the console leaves these out.
+"""
+
+from __future__ import annotations
+
+import re
+
+# absl: level and date, time (or 00:00 and seconds, before absl knows the time zone), thread, C++ source file.
+_NATIVE_LINE = re.compile(rb"^(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ [\w./-]+\.(?:cc|h|cu|cpp):\d+\] (?P<text>.*)")
+_OLD_NATIVE_LINE = re.compile(
+    rb"^\d{4}-\d\d-\d\d [\d:.]+: (?P<level>[IWEF]) [\w./-]+\.(?:cc|h|cu|cpp):\d+\] (?P<text>.*)"
+)
+_PLAIN_NOISE = re.compile(
+    rb"^WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
+    rb"|^To enable the following instructions: "
+    rb"|^/job:\w+/replica:\d+/task:\d+$"  # goes with "Example stragglers:"
+)
+# Warnings and errors that come at every start on a machine without a GPU, or say nothing one can act on.
+_EMPTY_WARNINGS = re.compile(
+    rb"failed call to cuInit"
+    rb"|Could not find cuda drivers"
+    rb"|Unable to register cu(?:DNN|FFT|BLAS) factory"
+    rb"|computation placer already registered"
+    rb"|Input of GeneratorDatasetOp::Dataset will not be optimized"
+    rb"|Cannot dlopen some GPU libraries"
+    rb"|could not open file to read NUMA node"
+    rb"|The calling iterator did not fully read the dataset being cached"
+)
+
+
+def is_noise(line: bytes, *, keep_info: bool = False) -> bool:
+    """Returns whether a line of stderr may be left out on the console.
+
+    Args:
+        line: Without its end.
+        keep_info: Whether to keep TensorFlow's lines of level INFO: the user has asked for a level.
+    """
+    native = _NATIVE_LINE.match(line) or _OLD_NATIVE_LINE.match(line)
+    if native is None:
+        return _PLAIN_NOISE.match(line) is not None
+    if native["level"] == b"I":
+        return not keep_info
+    return native["level"] in (b"W", b"E") and _EMPTY_WARNINGS.search(native["text"]) is not None

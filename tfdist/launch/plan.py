@@ -1,0 +1,231 @@
+"""What was asked for on the command line -> a frozen plan: which tasks, and with what environment each.
+
+Nothing here touches the machine; ports, processors and the environment are passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tfdist import tf_config
+from tfdist.cluster import Cluster, Task
+from tfdist.errors import LaunchError
+
+# What tells a task about its launcher (read by tfdist.process.LaunchInfo). A run started inside a task of another run
+# must not hear of the outer one.
+TASK_VARIABLES = (
+    "TFDIST_RUN_DIR",
+    "TFDIST_LOCAL_INDEX",
+    "TFDIST_LOCAL_COUNT",
+    "TFDIST_ATTEMPT",
+    "TFDIST_LAST_FAILURE",
+    "TFDIST_START_TIMEOUT_S",
+    "TFDIST_STEP_TIMEOUT_S",
+)
+# The launcher's own settings; tasks do not see them.
+SETTING_PREFIX = "TFDIST_RUN_"
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+PROXY_VARIABLES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What is to run, and how.
+
+    Attributes:
+        command: A script and its arguments, or "-m", a module and its arguments.
+        workers: Number of worker tasks.
+        ps: Number of parameter servers; with any, a chief is added.
+        chief: Whether a chief trains beside the workers.
+        log_dir: Folder for one log file per task and the summary.
+        raw: Whether TensorFlow's start-up noise is shown.
+        pty: Whether the chief may have a terminal of its own, where the launcher has one.
+        start_timeout_s: Time for all tasks to meet, from the first that asks for the others.
+        step_timeout_s: Time that a task waits for another in a step; None leaves it to the tasks.
+        shutdown_timeout_s: Time from a request to end until SIGKILL.
+        threads_per_task: CPU threads per task; None shares the processors out.
+    """
+
+    command: tuple[str, ...]
+    workers: int = 1
+    ps: int = 0
+    chief: bool = False
+    log_dir: str | None = None
+    raw: bool = False
+    pty: bool = True
+    start_timeout_s: float = 300.0
+    step_timeout_s: float | None = None
+    shutdown_timeout_s: float = 5.0
+    threads_per_task: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.command or not self.command[0] or self.command == ("-m",):
+            raise LaunchError("there is no script to run: python -m tfdist.run --workers 2 train.py")
+        for name, value, least in (("workers", self.workers, 1), ("ps", self.ps, 0)):
+            if value < least:
+                raise LaunchError(f"--{name} must be at least {least}, not {value}")
+        if self.threads_per_task is not None and self.threads_per_task < 1:
+            raise LaunchError(f"--threads-per-task must be at least 1, not {self.threads_per_task}")
+        for name, seconds in (
+            ("start-timeout", self.start_timeout_s),
+            ("step-timeout", self.step_timeout_s),
+            ("shutdown-timeout", self.shutdown_timeout_s),
+        ):
+            # Not `<= 0`: that lets nan through.
+            if seconds is not None and not 0 < seconds < 1e9:
+                raise LaunchError(f"--{name} must be a number of seconds above 0, not {seconds:g}")
+
+    @property
+    def name(self) -> str:
+        """The script or module, as the user wrote it."""
+        return self.command[1] if self.command[0] == "-m" else self.command[0]
+
+    @property
+    def has_chief(self) -> bool:
+        return self.chief or self.ps > 0
+
+    @property
+    def task_count(self) -> int:
+        return self.workers + self.ps + self.has_chief
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """One task: its name, its number on this host, its address, and what the launcher adds to its environment."""
+
+    task: Task
+    local_index: int
+    address: str
+    environ: Mapping[str, str] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All tasks of a run, the chief first, and what the user should be told about them."""
+
+    options: Options
+    cluster: Cluster
+    tasks: tuple[TaskPlan, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def chief(self) -> Task:
+        return self.cluster.chief
+
+    @property
+    def trains(self) -> tuple[Task, ...]:
+        return self.cluster.training_tasks
+
+
+def make_plan(
+    options: Options,
+    *,
+    ports: Sequence[int],
+    run_dir: str,
+    environ: Mapping[str, str],
+    processors: int,
+    gpus: Sequence[str] = (),
+    host: str = "127.0.0.1",
+) -> Plan:
+    """Returns the plan of what `options` ask for, on this host.
+
+    Args:
+        options: What was asked for.
+        ports: One free port per task.
+        run_dir: The run's private folder.
+        environ: The launcher's environment; each task gets a copy with changes.
+        processors: How many processors this process may use.
+        gpus: Names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES.
+        host: The address the tasks use among themselves.
+    """
+    cluster = tf_config.local_cluster(
+        workers=options.workers, ps=options.ps, chief=options.has_chief, ports=ports, host=host
+    )
+    tasks = [Task(name, i) for name in ("chief", "worker", "ps") for i in range(len(cluster.jobs.get(name, ())))]
+    common = {name: value for name, value in environ.items() if not _is_ours(name)}
+    notes = []
+    if common.pop("TF_CONFIG", None):
+        notes.append("TF_CONFIG was set and is replaced for the tasks; unset it to lose this line")
+    threads = _threads(options, common, processors, len(tasks))
+    if threads:
+        intra, inter = threads["TF_NUM_INTRAOP_THREADS"], threads["TF_NUM_INTEROP_THREADS"]
+        notes.append(f"each task computes on {intra} of {processors} CPU threads (ops side by side: {inter})")
+    common.update(threads)
+    common.update(_no_proxy(common, [host]))
+    common.update(_words_to_tasks(options, run_dir, len(tasks)))
+    shares = _gpu_shares(tasks, cluster, gpus, notes)
+    plans = tuple(
+        TaskPlan(
+            task=task,
+            local_index=i,
+            address=cluster.address(task),
+            environ={
+                **common,
+                **shares.get(task, {}),
+                "TF_CONFIG": tf_config.build(cluster, task),
+                "TFDIST_LOCAL_INDEX": str(i),
+            },
+        )
+        for i, task in enumerate(tasks)
+    )
+    return Plan(options=options, cluster=cluster, tasks=plans, notes=tuple(notes))
+
+
+def _is_ours(name: str) -> bool:
+    return name in TASK_VARIABLES or name.startswith(SETTING_PREFIX)
+
+
+def _words_to_tasks(options: Options, run_dir: str, count: int) -> dict[str, str]:
+    words = {
+        "TFDIST_RUN_DIR": run_dir,
+        "TFDIST_LOCAL_COUNT": str(count),
+        "TFDIST_ATTEMPT": "0",
+        "TFDIST_START_TIMEOUT_S": f"{options.start_timeout_s:g}",
+        # The launcher holds each port until the end; TensorFlow's server joins it.
+        "TF_GRPC_REUSE_PORT": "1",
+    }
+    if options.step_timeout_s is not None:
+        words["TFDIST_STEP_TIMEOUT_S"] = f"{options.step_timeout_s:g}"
+    return words
+
+
+def _threads(options: Options, environ: Mapping[str, str], processors: int, tasks: int) -> dict[str, str]:
+    """Thread settings that share the processors among the tasks, where the user has set none."""
+    if options.threads_per_task is None and (tasks == 1 or any(environ.get(name) for name in THREAD_VARIABLES)):
+        return {}
+    intra = options.threads_per_task or max(1, processors // tasks)
+    # One thread for whole ops would let an op that waits for its peers keep the others from running.
+    inter = max(2, intra)
+    return dict(zip(THREAD_VARIABLES, map(str, (intra, intra, inter)), strict=True))
+
+
+def _no_proxy(environ: Mapping[str, str], hosts: Sequence[str]) -> dict[str, str]:
+    """Exceptions from the user's proxies for the cluster: gRPC asks a proxy even for this host.
+
+    gRPC reads `no_grpc_proxy` and, only where that is not set, `no_proxy`.
+    """
+    if not any(environ.get(name) or environ.get(name.upper()) for name in PROXY_VARIABLES):
+        return {}
+    changed = {}
+    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
+        before = environ.get(name) or environ.get("no_proxy") or environ.get("NO_PROXY") or ""
+        names = [part.strip() for part in before.split(",") if part.strip()]
+        added = [host for host in dict.fromkeys([*hosts, "127.0.0.1", "localhost", "::1"]) if host not in names]
+        changed[name] = ",".join([*names, *added])
+    return changed
+
+
+def _gpu_shares(
+    tasks: Sequence[Task], cluster: Cluster, gpus: Sequence[str], notes: list[str]
+) -> dict[Task, dict[str, str]]:
+    """One GPU for each training task; none for the others, which would fill its memory for nothing."""
+    if not gpus:
+        return {}
+    training = cluster.training_tasks
+    shares = {task: {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i, task in enumerate(training)}
+    if len(training) < len(gpus):
+        notes.append(f"{len(training)} of {len(gpus)} GPUs are used, one per task")
+    elif len(training) > len(gpus):
+        notes.append(f"{len(training)} tasks share {len(gpus)} GPU(s)")
+    return {task: shares.get(task, {"CUDA_VISIBLE_DEVICES": ""}) for task in tasks}

@@ -1,0 +1,552 @@
+"""Starts the tasks of a plan, watches them to their end, and returns the run's exit code.
+
+One thread (this one, the main thread) starts, signals and reaps; it never blocks but in its own select. A second one
+(`pump`) reads what tasks write and say. What the second hears reaches the first through a queue and a wake-up byte.
+
+    all tasks end with 0                      -> 0
+    a task fails                              -> the others are stopped; its code
+    the chief of a ps cluster ends with 0     -> the others are stopped; 0
+    a signal                                  -> passed on; 128+n, or 42 where all tasks saved and left
+    the tasks do not meet in time             -> all are stopped; 75
+    nobody reads our stdout any more          -> all are stopped; 141
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, BinaryIO
+
+from tfdist.errors import LaunchError
+from tfdist.launch import guard, machine, report
+from tfdist.launch.blame import Verdict, Words, first_failure
+from tfdist.launch.console import Console
+from tfdist.launch.control import ControlServer, Message
+from tfdist.launch.noise import is_noise
+from tfdist.launch.plan import Options, Plan, make_plan
+from tfdist.launch.ports import HeldPorts
+from tfdist.launch.pump import Pump
+from tfdist.launch.rundir import make_run_dir, read_error_file, remove_run_dir
+from tfdist.launch.streams import TaskOutput
+from tfdist.launch.task_process import TaskProcess
+
+STOP_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
+)
+# The others are doomed once one has failed, and an MWMS worker ignores SIGTERM.
+FAILURE_GRACE_S = 2.0
+# A task that fails lets its atexit functions run for up to 3 s.
+FAILING_TASK_GRACE_S = 5.0
+# A task says that it lost another: so long we wait to see that other's end.
+SETTLE_S = 1.0
+STACK_DUMP_S = 0.5
+# Tasks have the same start time-out and say more when it is over.
+START_MARGIN_S = 1.0
+# Some tools pass a Ctrl-C on that the terminal has sent as well.
+SAME_SIGNAL_S = 0.3
+EXIT_PREEMPTED = 42
+MEETING = ("strategy", "waiting")
+
+
+def launch(options: Options, environ: Mapping[str, str]) -> int:
+    """Runs what `options` ask for on this host, and returns the exit code.
+
+    Must be called in the main thread: it handles signals while it runs.
+
+    Args:
+        options: Which script, how many tasks, and how.
+        environ: The environment the tasks inherit, with changes.
+
+    Raises:
+        LaunchError: Nothing was started, for the reason given.
+    """
+    _make_log_dir(options.log_dir)
+    run_dir = make_run_dir()
+    try:
+        with HeldPorts(options.task_count) as held:
+            plan = make_plan(
+                options,
+                ports=held.ports,
+                run_dir=run_dir,
+                environ=environ,
+                processors=machine.processors(),
+                gpus=machine.gpus(environ),
+            )
+            return Supervisor(plan, run_dir, environ).run()
+    finally:
+        remove_run_dir(run_dir)
+
+
+@dataclass
+class Stop:
+    """Why and by when all tasks end.
+
+    Attributes:
+        kind: "failure", "signal", "start time-out", "broken pipe" or "chief is done".
+        number: The signal that asks the tasks to end.
+        ask_at: When it is sent.
+        kill_at: When SIGKILL is.
+        code: The exit code of the run.
+        began_at: When it was decided.
+    """
+
+    kind: str
+    number: int
+    ask_at: float
+    kill_at: float
+    code: int
+    began_at: float
+    asked: bool = False
+    killed: bool = False
+
+
+class Supervisor:
+    """The tasks of one run."""
+
+    def __init__(self, plan: Plan, run_dir: str, environ: Mapping[str, str]) -> None:
+        self._plan = plan
+        self._options = plan.options
+        self._run_dir = run_dir
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._pump = Pump()
+        self._console = Console(1, 2, on_broken=self._on_broken_pipe)
+        self._messages: deque[tuple[int, Message]] = deque()
+        self._signals: deque[int] = deque()
+        self._is_pipe_broken = False
+        noise = functools.partial(is_noise, keep_info=bool(environ.get("TF_CPP_MIN_LOG_LEVEL")))
+        self._tasks = [
+            TaskProcess(task, TaskOutput(str(task.task), self._console, self._log_file(task.task), self._noise(noise)))
+            for task in plan.tasks
+        ]
+        self._ended: list[TaskProcess] = []
+        self._stop: Stop | None = None
+        self._verdict: Verdict | None = None
+        self._settle_until: float | None = None
+        self._start_timeout_s = self._options.start_timeout_s
+        self._met_first_at: float | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._kills_before = machine.out_of_memory_kills()
+
+    def run(self) -> int:
+        started_at, clock = time.time(), time.monotonic()
+        self._pump.add(ControlServer(self._run_dir, self._pump, self._on_message))
+        self._pump.start()
+        with self._signals_handled():
+            try:
+                self._start()
+                while not self._is_over():
+                    self._round()
+            finally:
+                self._clean_up()
+            code = self._stop.code if self._stop else 0
+            if self._stop and self._stop.kind == "signal" and self._has_saved_and_left():
+                code = EXIT_PREEMPTED
+            self._last_words(code)
+            self._write_summary(code, started_at, time.monotonic() - clock)
+        return code
+
+    # -- start --------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._say(self._plan_line(), *self._plan.notes)
+        self._guard = _start_guard(self._run_dir)
+        for task in self._tasks:
+            try:
+                is_chief = task.task == self._plan.chief
+                task.start(self._options.command, self._pump, self._console, pty=is_chief and self._options.pty)
+            except OSError as error:
+                raise LaunchError(f"{task.task} could not be started: {error}") from error
+            self._tell_guard(f"+{task.pid}")
+
+    def _plan_line(self) -> str:
+        tasks = self._plan.tasks
+        listed = ", ".join(f"{task.task} at {task.address}" for task in tasks[:8])
+        more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
+        logs = f"; logs in {self._options.log_dir}" if self._options.log_dir else ""
+        return f"{len(tasks)} task{'s' * (len(tasks) > 1)} on this host: {listed}{more}{logs}"
+
+    def _log_file(self, task: object) -> BinaryIO | None:
+        if self._options.log_dir is None:
+            return None
+        try:
+            return open(report.log_path(self._options.log_dir, task), "wb")
+        except OSError as error:
+            raise LaunchError(f"--log-dir {self._options.log_dir}: {error}") from error
+
+    def _noise(self, noise: Any) -> Any:
+        return (lambda line: False) if self._options.raw else noise
+
+    # -- one round ----------------------------------------------------------------------------------------------------
+
+    def _round(self) -> None:
+        self._sleep()
+        # Words first: a task speaks before it dies.
+        while self._messages:
+            self._take_message(*self._messages.popleft())
+        while self._signals:
+            self._take_signal(self._signals.popleft())
+        self._reap()
+        self._look_for_failure()
+        self._look_for_end_of_chief()
+        self._look_at_start()
+        if self._is_pipe_broken and self._stop is None:
+            self._begin_stop("broken pipe", signal.SIGTERM, FAILURE_GRACE_S, 128 + signal.SIGPIPE)
+        self._press_on()
+
+    def _sleep(self) -> None:
+        now = time.monotonic()
+        moments = [now + 1.0]
+        if self._ended:
+            moments.append(now + 0.02)
+        if self._settle_until is not None:
+            moments.append(self._settle_until)
+        if self._stop is not None:
+            moments.extend([self._stop.kill_at] if self._stop.asked else [self._stop.ask_at])
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake_read, selectors.EVENT_READ)
+            selector.select(max(0.001, min(moments) - now))
+        with contextlib.suppress(BlockingIOError):
+            while self._wake_read.recv(4096):
+                pass
+
+    def _is_over(self) -> bool:
+        return not any(task.is_alive for task in self._tasks) and not self._ended
+
+    def _reap(self) -> None:
+        for task in self._tasks:
+            if task.poll():
+                self._ended.append(task)
+                self._read_last_words(task)
+        for task in list(self._ended):
+            if task.is_group_gone():
+                self._ended.remove(task)
+                self._tell_guard(f"-{task.pid}")
+
+    def _read_last_words(self, task: TaskProcess) -> None:
+        # Its control socket may have been full or gone.
+        if task.words is None:
+            record = read_error_file(self._run_dir, task.plan.local_index)
+            if record:
+                task.words = _words(record)
+
+    def _look_for_failure(self) -> None:
+        if self._verdict is not None or (self._stop is not None and self._stop.kind != "chief is done"):
+            return
+        verdict = first_failure([task.seen for task in self._tasks]) or self._left_before_start()
+        if verdict is None:
+            return
+        if verdict.kind == "hearsay" and any(task.is_alive for task in self._tasks):
+            now = time.monotonic()
+            self._settle_until = self._settle_until or now + SETTLE_S
+            if now < self._settle_until:
+                return
+        self._settle_until = None
+        self._verdict = verdict
+        first = self._task(verdict)
+        code = first.words.code if first.words is not None else report.exit_code(first.code or 1)
+        self._begin_stop("failure", signal.SIGTERM, FAILURE_GRACE_S, code, dump=code == report.EXIT_TIMEOUT)
+
+    def _left_before_start(self) -> Verdict | None:
+        """A task that ended with 0 and never asked for the cluster, where another waits for it."""
+        if not any(task.is_alive and task.phase in MEETING for task in self._tasks):
+            return None
+        return next((Verdict(task.task, "left") for task in self._tasks if task.code == 0 and not task.phase), None)
+
+    def _look_for_end_of_chief(self) -> None:
+        if not self._plan.cluster.has_ps or self._stop is not None:
+            return
+        chief = next(task for task in self._tasks if task.task == self._plan.chief)
+        if chief.code == 0 and any(task.is_alive for task in self._tasks):
+            self._begin_stop("chief is done", signal.SIGTERM, FAILURE_GRACE_S, 0)
+
+    def _look_at_start(self) -> None:
+        if self._met_first_at is None or self._stop is not None:
+            return
+        if not any(task.is_alive and task.phase in MEETING for task in self._tasks):
+            return
+        if time.monotonic() >= self._met_first_at + self._start_timeout_s + START_MARGIN_S:
+            self._begin_stop("start time-out", signal.SIGTERM, FAILURE_GRACE_S, report.EXIT_TIMEOUT, dump=True)
+
+    # -- stopping -----------------------------------------------------------------------------------------------------
+
+    def _begin_stop(self, kind: str, number: int, grace_s: float, code: int, *, dump: bool = False) -> None:
+        now = time.monotonic()
+        ask_at = now + STACK_DUMP_S if dump else now
+        self._stop = Stop(kind, number, ask_at, ask_at + grace_s, code, now)
+        if dump:
+            for task in self._tasks:
+                if task.greeted:
+                    task.send(signal.SIGUSR1)
+
+    def _press_on(self) -> None:
+        stop = self._stop
+        now = time.monotonic()
+        if stop is None or now < stop.ask_at:
+            return
+        failing = None if self._verdict is None else self._task(self._verdict)
+        if not stop.asked:
+            stop.asked = True
+            if stop.kind != "signal":
+                # What they say now comes of the failure, or of our asking.
+                self._mute([task for task in self._tasks if task is not failing or self._verdict_is_about_others()])
+            for task in self._tasks:
+                if task is not failing or failing.words is None:
+                    task.ask_to_end(stop.number)
+        if now < stop.kill_at:
+            return
+        for task in self._tasks:
+            is_failing = task is failing and now < stop.began_at + FAILING_TASK_GRACE_S
+            if task.is_alive and not is_failing:
+                if stop.kind == "signal" and not stop.killed:
+                    waited = stop.kill_at - stop.ask_at
+                    self._say(f"{task.task} (pid {task.pid}) did not end within {waited:g} s and is killed")
+                task.kill()
+        stop.killed = True
+        stop.kill_at = now + 0.5
+
+    def _verdict_is_about_others(self) -> bool:
+        return self._verdict is not None and self._verdict.kind != "own"
+
+    def _take_signal(self, number: int) -> None:
+        if number == getattr(signal, "SIGWINCH", None):
+            for task in self._tasks:
+                task.resize()
+            return
+        now = time.monotonic()
+        if self._stop is not None and self._stop.kind != "chief is done":
+            # The second Ctrl-C is for one who will not wait.
+            if number == signal.SIGINT and now > self._stop.began_at + SAME_SIGNAL_S:
+                self._stop.ask_at = min(self._stop.ask_at, now)
+                self._stop.kill_at = now
+            return
+        grace_s = self._options.shutdown_timeout_s
+        alive = sum(task.is_alive for task in self._tasks)
+        hint = "; Ctrl-C again kills them at once" if number == signal.SIGINT else ""
+        self._say(f"{report.signal_name(number)}: {alive} task(s) are asked to end within {grace_s:g} s{hint}")
+        passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        self._begin_stop("signal", passed_on, grace_s, 128 + number)
+
+    def _has_saved_and_left(self) -> bool:
+        codes = {task.code for task in self._tasks}
+        return codes <= {0, EXIT_PREEMPTED} and EXIT_PREEMPTED in codes
+
+    # -- words from tasks ---------------------------------------------------------------------------------------------
+
+    def _on_message(self, index: int, message: Message) -> None:
+        """In the pump's thread."""
+        if not 0 <= index < len(self._tasks):
+            return
+        if message.get("kind") in ("error", "interrupted"):
+            # Its traceback follows on stderr; the report has it, and the reader needs it once.
+            self._tasks[index].output.stderr_muted = True
+        self._messages.append((index, message))
+        self._wake()
+
+    def _take_message(self, index: int, message: Message) -> None:
+        task = self._tasks[index]
+        kind = message.get("kind")
+        if isinstance(message.get("step"), int):
+            task.step = message["step"]
+        if kind == "hello":
+            task.greeted = True
+        elif kind == "phase":
+            task.phase = str(message.get("phase"))
+            task.waiting_for = str(message.get("for", task.waiting_for))
+            if task.phase in MEETING and self._met_first_at is None:
+                self._met_first_at = time.monotonic()
+            asked_s = message.get("start_timeout_s")
+            if isinstance(asked_s, (int, float)):
+                # A script may give its tasks more time than we were told.
+                self._start_timeout_s = max(self._start_timeout_s, asked_s)
+        elif kind == "error":
+            task.words = task.words or _words(message)
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def _clean_up(self) -> None:
+        for task in self._tasks:
+            task.kill()
+        deadline = time.monotonic() + 5.0
+        while any(task.is_alive for task in self._tasks) and time.monotonic() < deadline:
+            self._reap()
+            time.sleep(0.01)
+        self._drain_output()
+        for task in self._tasks:
+            task.output.close()
+        if self._guard is not None:
+            self._tell_guard("done")
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                if self._guard.stdin is not None:
+                    self._guard.stdin.close()
+                self._guard.wait(2.0)
+
+    def _drain_output(self) -> None:
+        self._pump.begin_finish()
+        in_haste = self._stop is not None and self._stop.kind != "chief is done"
+        deadline = time.monotonic() + 3.0
+        # A reader that takes its time with our output (`| less`) is waited for, but not against a Ctrl-C.
+        while not self._pump.is_finished(0.2):
+            if self._signals or (in_haste and time.monotonic() > deadline):
+                break
+
+    def _last_words(self, code: int) -> None:
+        if self._verdict is not None:
+            lines = report.failure_block(
+                self._options.name,
+                self._verdict,
+                self._tasks,
+                self._record(self._verdict),
+                log_dir=self._options.log_dir,
+                out_of_memory=self._was_out_of_memory(),
+            )
+            self._console.write_lines("stderr", b"", [line.encode(errors="replace") for line in lines])
+        elif self._stop is not None and self._stop.kind == "start time-out":
+            lines = report.timeout_block(self._options.name, self._tasks, self._start_timeout_s)
+            self._console.write_lines("stderr", b"", [line.encode(errors="replace") for line in lines])
+        elif code == 0 and len(self._plan.trains) > 1 and not any(task.phase for task in self._tasks):
+            self._warn_of_copies()
+
+    def _warn_of_copies(self) -> None:
+        count = len(self._plan.trains)
+        words = (
+            f"WARNING: no task called tfdist.create_strategy(): {count} independent copies of {self._options.name} "
+            "ran, each on all of its data.",
+            "To train one model together, make it in the strategy's scope:",
+            "    strategy = tfdist.create_strategy()",
+            "    with strategy.scope():",
+            "        model = ...",
+            "(A script that made its own tf.distribute strategy from TF_CONFIG needs none of this.)",
+        )
+        self._console.write_lines("stderr", b"tfdist: ", [word.encode() for word in words])
+
+    def _record(self, verdict: Verdict) -> dict[str, Any]:
+        """The error file of the first task, or of one that lost it."""
+        first = self._task(verdict)
+        record = read_error_file(self._run_dir, first.plan.local_index)
+        if verdict.kind == "own":
+            return record
+        for task in sorted(self._tasks, key=lambda task: task.words.at if task.words else float("inf")):
+            if task.words is not None:
+                return {**read_error_file(self._run_dir, task.plan.local_index), "by": str(task.task)}
+        return record
+
+    def _was_out_of_memory(self) -> bool:
+        kills = machine.out_of_memory_kills()
+        return kills is not None and self._kills_before is not None and kills > self._kills_before
+
+    def _write_summary(self, code: int, started_at: float, duration_s: float) -> None:
+        if self._options.log_dir is None:
+            return
+        values = report.summary(
+            self._options.command,
+            self._tasks,
+            code=code,
+            first_failure=self._verdict,
+            started_at=started_at,
+            duration_s=duration_s,
+        )
+        path = os.path.join(self._options.log_dir, "summary.json")
+        try:
+            with open(path + ".part", "w", encoding="utf-8") as file:
+                json.dump(values, file, indent=1)
+                file.write("\n")
+            os.replace(path + ".part", path)
+        except OSError as error:
+            self._console.write_lines("stderr", b"tfdist: ", [f"{path} could not be written: {error}".encode()])
+
+    # -- small things -------------------------------------------------------------------------------------------------
+
+    def _task(self, verdict: Verdict) -> TaskProcess:
+        return next(task for task in self._tasks if task.task == verdict.task)
+
+    def _say(self, *lines: str) -> None:
+        encoded = [line.encode(errors="replace") for line in lines]
+        self._pump.call(lambda: self._console.write_lines("stderr", b"tfdist: ", encoded))
+
+    def _mute(self, tasks: Sequence[TaskProcess]) -> None:
+        for task in tasks:
+            task.output.muted = True
+
+    def _tell_guard(self, word: str) -> None:
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._guard.stdin.write(word.encode() + b"\n")
+                self._guard.stdin.flush()
+
+    def _on_broken_pipe(self) -> None:
+        """In the pump's thread."""
+        self._is_pipe_broken = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_write.send(b"x")
+
+    @contextlib.contextmanager
+    def _signals_handled(self) -> Any:
+        def take(number: int, frame: FrameType | None) -> None:
+            if number != signal.SIGCHLD:
+                self._signals.append(number)
+
+        before = {}
+        for number in (*STOP_SIGNALS, signal.SIGCHLD, signal.SIGWINCH):
+            # nohup and `&` in a script make a process ignore a signal on purpose.
+            if number in STOP_SIGNALS and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            before[number] = signal.signal(number, take)
+        wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._wake_read.close()
+            self._wake_write.close()
+
+
+def _words(record: Mapping[str, Any]) -> Words:
+    code = record.get("code")
+    lost = record.get("lost")
+    return Words(
+        at=time.monotonic(),
+        code=code if isinstance(code, int) and 0 < code < 256 else 1,
+        consequence=bool(record.get("consequence")),
+        lost=lost if isinstance(lost, str) else None,
+    )
+
+
+def _start_guard(run_dir: str) -> subprocess.Popen[bytes] | None:
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, run_dir],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            start_new_session=True,
+        )
+    except OSError:
+        return None
+
+
+def _make_log_dir(log_dir: str | None) -> None:
+    if log_dir is not None:
+        try:
+            os.makedirs(log_dir, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"--log-dir {log_dir}: {error}") from error
