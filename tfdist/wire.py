@@ -36,7 +36,7 @@ KINDS = frozenset({HELLO, PROOF, HEARTBEAT, GOODBYE, BROKEN})
 HELLO_LIMIT = 1024
 # Read before the peer has proved anything, and holds the whole cluster: about 10,000 addresses.
 PROOF_LIMIT = 1 << 20
-CONTROL_LIMIT = 16384
+CONTROL_LIMIT = 1 << 16
 
 _NONCE_BYTES = 32
 _MAC_BYTES = hashlib.sha256().digest_size

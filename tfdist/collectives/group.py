@@ -213,20 +213,21 @@ class Group:
 
     def close(self) -> None:
         """Leaves if `leave` was not called, and closes the connections."""
-        if self._closed:
+        if self._closed or self._is_forked:
             return
         self.leave(None)
         # A call in another thread has been woken and ends; its sockets must not be closed under it.
-        entered = self._lock.acquire(timeout=2.0)
-        self._closed = True
+        if not self._lock.acquire(timeout=2.0):
+            logger.warning("%s: a call is still running in another thread, its connections stay open", self.task)
+            return
         try:
-            if not self._is_forked and self._monitor is not None:
+            self._closed = True
+            if self._monitor is not None:
                 self._monitor.stop()
             for link in self._links:
                 link.sock.close()
         finally:
-            if entered:
-                self._lock.release()
+            self._lock.release()
 
     @property
     def _is_forked(self) -> bool:

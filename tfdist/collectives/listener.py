@@ -31,7 +31,7 @@ def split_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise MeetingError(f"{address!r} is no address of the form host:port")
     return host, int(port)
 

@@ -13,7 +13,6 @@ import logging
 import os
 import queue
 import secrets
-import select
 import socket
 import sys
 import threading
@@ -125,6 +124,9 @@ class _Identity:
         index = theirs.get("index")
         if not isinstance(index, int) or not 0 <= index < len(self.tasks) or peer != str(self.tasks[index]):
             return f"{peer} says it is number {index!r} of the cluster"
+        timeout_s = theirs.get("heartbeat_timeout_s")
+        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+            return f"{peer} has the heartbeat time-out {timeout_s!r}"
         for what in ("fingerprint", "byteorder"):
             if theirs.get(what) != mine[what]:
                 return f"{self.name} runs with {mine[what]!r}, {peer} with {theirs.get(what)!r}"
@@ -170,18 +172,20 @@ class _Meeting:
         self._over = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._last_words: dict[int, str] = {}  # by peer: why it is not here yet
+        self._dropped = ""  # the last stranger
         self._sockets: dict[tuple[int, Channel], socket.socket] = {}
         self._control: dict[int, ControlLink] = {}
         self._peers: dict[int, Mapping[str, Any]] = {}  # what each said of itself
         self._listeners: list[socket.socket] = []
+        self._acceptors: list[threading.Thread] = []
+        self._beat_at = 0.0
 
     def run(self, group_settings: Mapping[str, float]) -> Group:
         me = self._me
         try:
             others = [address for i, address in enumerate(me.addresses) if i != me.index]
             self._listeners = listen(me.addresses[me.index], others=others, task=me.name)
-            for listener in self._listeners:
-                self._start(self._accept, listener)
+            self._acceptors = [self._start(self._accept, listener) for listener in self._listeners]
             for index in range(me.index):
                 self._start(self._connect, index)
             self._collect()
@@ -192,14 +196,20 @@ class _Meeting:
         finally:
             self._over.set()
             for listener in self._listeners:
-                # Only this wakes a thread in accept(); closing does not.
-                with suppress(OSError):
+                with suppress(OSError):  # wakes the thread in accept()
                     listener.shutdown(socket.SHUT_RDWR)
+            for acceptor in self._acceptors:
+                # Else it might accept on whatever gets the descriptor's number next.
+                acceptor.join()
+            for listener in self._listeners:
                 listener.close()
             self._drop_late_arrivals()
 
-    def _start(self, function: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=function, args=args, name=f"tfdist-{function.__name__}", daemon=True).start()
+    def _start(self, function: Callable[..., None], *args: Any) -> threading.Thread:
+        name = f"tfdist-{function.__name__.strip('_')}"
+        thread = threading.Thread(target=function, args=args, name=name, daemon=True)
+        thread.start()
+        return thread
 
     # In the threads
 
@@ -225,7 +235,7 @@ class _Meeting:
                     self._over.wait(pause)
                     pause = min(pause * 1.5, _MAX_RETRY_S)
                 else:
-                    self._results.put(arrival)
+                    self._hand_over(arrival)
                     break
 
     def _connect_once(self, host: str, port: int, channel: Channel) -> _Arrival:
@@ -257,14 +267,16 @@ class _Meeting:
             raise MeetingError(f"{where} answers {arrival.identity['task']}")
 
     def _accept(self, listener: socket.socket) -> None:
+        listener.settimeout(0.2)  # where shutting down does not wake it (macOS)
         while not self._over.is_set():
-            self._slots.acquire()
+            if not self._slots.acquire(timeout=0.2):
+                continue
             try:
                 sock, address = listener.accept()
-            except OSError:
+            except OSError as error:
                 self._slots.release()
-                if self._over.wait(0.05):  # or a shortage of descriptors that passes
-                    return
+                if not isinstance(error, TimeoutError):
+                    self._over.wait(0.05)  # a shortage of descriptors passes
                 continue
             wire.close_in_forked_child(sock)
             self._start(self._receive, sock, address)
@@ -278,22 +290,27 @@ class _Meeting:
                 if peer == name:
                     raise MeetingError(f"{name} is there twice: here, and {arrival.identity['process']}")
                 raise MeetingError(f"{peer} connected to {name}, which should connect to it")
-            self._results.put(arrival)
+            self._hand_over(arrival)
         except MeetingError as error:
             sock.close()
             self._results.put(error)
-        except wire.SecretError as error:
-            sock.close()
-            if self._secret is None:
-                # Without a secret there are no strangers: this is a task of a job that has one.
-                self._results.put(MeetingError(f"a task at {address[0]} {error}: give all tasks the same secret"))
-            else:
-                logger.warning("%s: dropped a connection from %s: it %s", self._me.name, address[0], error)
         except (wire.WireError, OSError) as error:
             sock.close()
-            logger.warning("%s: dropped a connection from %s: it %s", self._me.name, address[0], error)
+            if isinstance(error, wire.SecretError) and self._secret is None:
+                # Without a secret there are no strangers: this is a task of a job that has one.
+                self._results.put(MeetingError(f"a task at {address[0]} {error}: give all tasks the same secret"))
+            elif not self._over.is_set():
+                # Anybody may connect, also a left-over task of an earlier run: no reason to fail.
+                self._dropped = f"a connection from {address[0]}: it {error}"
+                logger.warning("%s dropped %s", self._me.name, self._dropped)
         finally:
             self._slots.release()
+
+    def _hand_over(self, arrival: _Arrival) -> None:
+        arrival.sock.setblocking(False)
+        self._results.put(arrival)
+        if self._over.is_set():
+            self._drop_late_arrivals()
 
     def _shake_hands(
         self, sock: socket.socket, handshake: Callable[..., dict[str, Any]], channel: Channel | None
@@ -323,6 +340,7 @@ class _Meeting:
             if now >= word_at:
                 word_at = now + NEXT_WORD_S
                 self._say_waiting(missing, now)
+            self._beat(now)
             try:
                 result = self._results.get(timeout=max(0.0, min(self._deadline - now, 0.1)))
             except queue.Empty:
@@ -333,46 +351,59 @@ class _Meeting:
             self._admit(result)
 
     def _missing(self) -> list[int]:
-        me = self._me
-        here = {index for index, _ in self._sockets}
-        half = {index for index in here if any((index, channel) not in self._sockets for channel in CHANNELS)}
-        return [i for i in range(len(me.tasks)) if i != me.index and (i not in here or i in half)]
+        return [i for i in range(len(self._me.tasks)) if i != self._me.index and not self._is_here(i)]
+
+    def _is_here(self, index: int) -> bool:
+        return all((index, channel) in self._sockets for channel in CHANNELS)
 
     def _admit(self, arrival: _Arrival) -> None:
         peer = arrival.identity
         index, channel = peer["index"], peer["channel"]
         known = self._peers.setdefault(index, peer)
-        if known.get("incarnation") != peer.get("incarnation") or (index, channel) in self._sockets:
+        if known.get("incarnation") != peer.get("incarnation"):
             error = MeetingError(f"{peer['task']} is there twice: {known['process']} and {peer['process']}")
-            with suppress(wire.WireError):
-                message = {"code": None, "reason": str(error), "step": None}
-                wire.send(arrival.sock, wire.GOODBYE, message, deadline=time.monotonic() + 1)
+            ControlLink(index, "", arrival.sock).send(wire.GOODBYE, _farewell(error))
             arrival.sock.close()
             raise error
+        if (index, channel) in self._sockets:
+            # It did not get the last word of its first handshake and tried again.
+            self._sockets[index, channel].close()
         self._sockets[index, channel] = arrival.sock
         if channel == "control":
             self._control[index] = ControlLink(index, str(peer["task"]), arrival.sock)
 
+    def _beat(self, now: float) -> None:
+        """Lets those who have everybody, and wait for us in the group already, know that we live."""
+        if now >= self._beat_at:
+            self._beat_at = now + self._beat_s()
+            for link in self._control.values():
+                link.send(wire.HEARTBEAT, {"step": None, "doing": "in the meeting"})
+
+    def _beat_s(self) -> float:
+        timeouts = [self._me.heartbeat_timeout_s, *(peer["heartbeat_timeout_s"] for peer in self._peers.values())]
+        return float(min(MAX_BEAT_S, min(timeouts) / 10))
+
     def _look_for_goodbyes(self) -> None:
         """Ends the meeting when a task that had come already goes away again."""
-        for (index, channel), sock in self._sockets.items():
-            name, gone = str(self._me.tasks[index]), False
-            readable, _, _ = select.select([sock], [], [], 0) if sock.fileno() < 1024 else ([sock], [], [])
-            if not readable:
-                continue
+        for (index, channel), sock in list(self._sockets.items()):
             if channel == "data":
-                # A task that has everybody may have begun its first call: look, don't take.
-                with suppress(BlockingIOError):
-                    gone = not sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                gone = _has_ended(sock)
             else:
                 link = self._control[index]
-                for frame in link.receive():
-                    if frame.kind == wire.GOODBYE:
-                        text = goodbye(link, wire.decode(frame.body)).text
-                        raise MeetingError(f"{text} (while {self._me.name} was waiting for the others)")
+                try:
+                    goodbyes = [wire.decode(f.body) for f in link.receive() if f.kind in (wire.GOODBYE, wire.BROKEN)]
+                except wire.WireError as error:
+                    raise MeetingError(f"{link.name} broke the control connection: it {error}") from None
+                if goodbyes:
+                    text = str(goodbyes[0].get("why") or goodbye(link, goodbyes[0]).text)
+                    raise MeetingError(f"{text} (while {self._me.name} was waiting for the others)")
                 gone = link.ended
-            if gone:
+            if not gone:
+                continue
+            if self._is_here(index):
+                name = self._me.tasks[index]
                 raise MeetingError(f"{name} came, and ended before all tasks were here (killed or crashed?)")
+            self._sockets.pop((index, channel)).close()
 
     def _say_waiting(self, missing: Sequence[int], now: float) -> None:
         names = ", ".join(self._address_text(i) for i in missing[:4])
@@ -388,12 +419,12 @@ class _Meeting:
     def _missing_text(self, missing: Sequence[int]) -> str:
         each = [f"{self._address_text(i)} ({self._last_words.get(i, 'never connected')})" for i in missing]
         count = f"{len(missing)} of {len(self._me.tasks)} tasks did not come to {self._me.name}"
-        return f"{count} within {self._timeout_s:g} s: {', '.join(each)}"
+        dropped = f". The last stranger dropped was {self._dropped}" if self._dropped else ""
+        return f"{count} within {self._timeout_s:g} s: {', '.join(each)}{dropped}"
 
     def _gather(self, group_settings: Mapping[str, float]) -> Group:
         """Makes the group, and waits in it until all tasks have got so far."""
         data = {index: sock for (index, channel), sock in self._sockets.items() if channel == "data"}
-        timeouts = [group_settings["heartbeat_timeout_s"], *(p["heartbeat_timeout_s"] for p in self._peers.values())]
         group = Group(
             self._me.tasks,
             self._me.index,
@@ -401,7 +432,7 @@ class _Meeting:
             control=list(self._control.values()),
             step_timeout_s=max(0.1, self._deadline - time.monotonic()),
             heartbeat_timeout_s=group_settings["heartbeat_timeout_s"],
-            beat_s=min(MAX_BEAT_S, min(timeouts) / 10),
+            beat_s=self._beat_s(),
         )
         try:
             group.barrier("meeting")
@@ -417,9 +448,8 @@ class _Meeting:
 
     def _abandon(self, error: BaseException) -> None:
         """Tells those who are here why this task goes."""
-        reason = str(error) if isinstance(error, MeetingError) else f"{type(error).__name__}: {error}"
         for link in self._control.values():
-            link.send(wire.GOODBYE, {"code": None, "reason": reason[:MAX_TEXT], "step": None})
+            link.send(wire.GOODBYE, _farewell(error))
         for sock in self._sockets.values():
             sock.close()
 
@@ -429,6 +459,21 @@ class _Meeting:
                 result = self._results.get_nowait()
                 if isinstance(result, _Arrival):
                     result.sock.close()
+
+
+def _farewell(error: BaseException) -> dict[str, Any]:
+    reason = str(error) if isinstance(error, MeetingError) else f"{type(error).__name__}: {error}"
+    return {"code": None, "reason": reason[:MAX_TEXT], "step": None}
+
+
+def _has_ended(sock: socket.socket) -> bool:
+    # A task that has everybody may have begun its first call on this connection: look, don't take.
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def _why(error: Exception) -> str:

@@ -171,6 +171,10 @@ class Monitor:
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         for link in self._links.values():
+            # Closing with unread bytes resets the connection, which on some systems discards our goodbye on its way.
+            with suppress(OSError, wire.WireError):
+                link.sock.shutdown(socket.SHUT_WR)
+                link.receive()
             link.sock.close()
         for fd in (self.wake_fd, self._wake_write, self._stop_read, self._stop_write):
             os.close(fd)

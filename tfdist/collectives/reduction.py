@@ -68,6 +68,8 @@ def check_op(op: str, dtype: np.dtype[Any]) -> None:
         raise TypeError(f"{op} of bool: use op='max' for any, op='min' for all, or cast to int64 to count")
     if dtype.kind in "iu" and op == "mean":
         raise TypeError(f"mean of {dtype} is not an integer: use op='sum', or cast to float64")
+    if dtype.kind == "V" and "int" in dtype.name:
+        raise TypeError(f"{op} of {dtype}: cast to int8 first, where NumPy can calculate")
     if dtype.kind == "c" and op in ("max", "min"):
         raise TypeError(f"{op} of {dtype}: complex numbers have no order")
 
