@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tfdist import script
-from tfdist.errors import GroupError, PeerLostError, StrategyError
+from tfdist.errors import GroupError, MeetingError, PeerLostError, StrategyError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -401,22 +401,9 @@ def _say_goodbye(code: int | None = None, reason: str = "") -> None:
         except StrategyError:
             told = None
         wait_s = DEFAULT_STEP_TIMEOUT_S if told is None else told
-    notice = threading.Timer(5.0, _print_waiting, args=[time.monotonic()])
-    notice.daemon = True
     with contextlib.suppress(Exception):
-        if wait_s:
-            notice.start()
         group.leave(code, reason, wait_s=wait_s)
         group.close()
-    notice.cancel()
-
-
-def _print_waiting(start: float) -> None:
-    print(
-        f"tfdist: this task has ended; it has waited {time.monotonic() - start:.0f} s for the others to end",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _record(error: BaseException, code: int) -> None:
@@ -451,7 +438,7 @@ def _is_about_others(error: BaseException) -> bool:
     if kind.__module__.startswith("tensorflow.") and kind.__name__ in _TENSORFLOW_PEER_ERRORS:
         return True
     # An error out of a TensorFlow op carries the Python error only as text.
-    return isinstance(error, PeerLostError) or "PeerLostError" in str(error)
+    return isinstance(error, (PeerLostError, MeetingError)) or "PeerLostError" in str(error)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

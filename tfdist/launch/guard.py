@@ -32,6 +32,7 @@ def main(run_dir: str) -> None:
             groups.discard(pid)
     for pid in groups:
         _kill(os.kill, pid, signal.SIGKILL)
+        _kill(os.killpg, pid, signal.SIGTERM)
     deadline = time.monotonic() + GROUP_GRACE_S
     while groups and time.monotonic() < deadline:
         groups = {pid for pid in groups if _kill(os.killpg, pid, 0)}

@@ -49,6 +49,7 @@ def failure_block(
     verdict: Verdict,
     tasks: Sequence[TaskProcess],
     record: Mapping[str, Any],
+    meeting: Sequence[str],
     *,
     log_dir: str | None,
     out_of_memory: bool,
@@ -75,7 +76,7 @@ def failure_block(
     others = [task for task in tasks if task is not first]
     if others:
         lines.append(f"  other: {'; '.join(f'{task.task} {_other(task)}' for task in others)}")
-    lines.extend(_last_words(verdict, first, tasks, record))
+    lines.extend(_last_words(verdict, first, meeting, record))
     lines.append("=" * WIDTH)
     return lines
 
@@ -92,13 +93,13 @@ def meeting_lines(tasks: Sequence[TaskProcess]) -> list[str]:
     return lines
 
 
-def timeout_block(name: str, tasks: Sequence[TaskProcess], timeout_s: float) -> list[str]:
+def timeout_block(name: str, meeting: Sequence[str], timeout_s: float) -> list[str]:
     """Returns the lines that say which tasks the start waited for in vain."""
     return [
         "=" * WIDTH,
         f"{name} failed: the tasks did not meet within {timeout_s:g} s (--start-timeout)",
         "-" * WIDTH,
-        *meeting_lines(tasks),
+        *meeting,
         "=" * WIDTH,
     ]
 
@@ -150,11 +151,9 @@ def _other(task: TaskProcess) -> str:
     return f"ended with {describe_end(task.code)}"
 
 
-def _last_words(
-    verdict: Verdict, first: TaskProcess, tasks: Sequence[TaskProcess], record: Mapping[str, Any]
-) -> list[str]:
+def _last_words(verdict: Verdict, first: TaskProcess, meeting: Sequence[str], record: Mapping[str, Any]) -> list[str]:
     timed_out = first.words is not None and first.words.code == EXIT_TIMEOUT
-    lines = meeting_lines(tasks) if timed_out and first.phase in ("strategy", "waiting") else []
+    lines = list(meeting) if timed_out and first.phase in ("strategy", "waiting") else []
     if record.get("traceback"):
         whose = "" if verdict.kind == "own" else f"  What {record.get('by', 'another task')} saw:"
         return [*lines, whose, *str(record["traceback"]).rstrip().splitlines()]

@@ -138,6 +138,7 @@ class Supervisor:
         self._settle_until: float | None = None
         self._start_timeout_s = self._options.start_timeout_s
         self._met_first_at: float | None = None
+        self._meeting: list[str] = []
         self._guard: subprocess.Popen[bytes] | None = None
         self._kills_before = machine.out_of_memory_kills()
 
@@ -152,9 +153,7 @@ class Supervisor:
                     self._round()
             finally:
                 self._clean_up()
-            code = self._stop.code if self._stop else 0
-            if self._stop and self._stop.kind == "signal" and self._has_saved_and_left():
-                code = EXIT_PREEMPTED
+            code = self._exit_code()
             self._last_words(code)
             self._write_summary(code, started_at, time.monotonic() - clock)
         return code
@@ -258,6 +257,7 @@ class Supervisor:
         self._verdict = verdict
         first = self._task(verdict)
         code = first.words.code if first.words is not None else report.exit_code(first.code or 1)
+        # A task that waited in vain for another knows no more; the stacks say where that one is.
         self._begin_stop("failure", signal.SIGTERM, FAILURE_GRACE_S, code, dump=code == report.EXIT_TIMEOUT)
 
     def _left_before_start(self) -> Verdict | None:
@@ -285,6 +285,8 @@ class Supervisor:
 
     def _begin_stop(self, kind: str, number: int, grace_s: float, code: int, *, dump: bool = False) -> None:
         now = time.monotonic()
+        # As it is now, before our stopping changes it.
+        self._meeting = report.meeting_lines(self._tasks)
         ask_at = now + STACK_DUMP_S if dump else now
         self._stop = Stop(kind, number, ask_at, ask_at + grace_s, code, now)
         if dump:
@@ -340,9 +342,20 @@ class Supervisor:
         passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         self._begin_stop("signal", passed_on, grace_s, 128 + number)
 
-    def _has_saved_and_left(self) -> bool:
-        codes = {task.code for task in self._tasks}
-        return codes <= {0, EXIT_PREEMPTED} and EXIT_PREEMPTED in codes
+    def _exit_code(self) -> int:
+        stop = self._stop
+        if stop is None:
+            return 0
+        if stop.kind == "signal":
+            codes = {task.code for task in self._tasks}
+            has_saved_and_left = codes <= {0, EXIT_PREEMPTED} and EXIT_PREEMPTED in codes
+            return EXIT_PREEMPTED if has_saved_and_left else stop.code
+        if self._verdict is not None:
+            first = self._task(self._verdict)
+            # What it announced, unless it then ended by itself with another code.
+            if not first.stopped and first.code:
+                return report.exit_code(first.code)
+        return stop.code
 
     # -- words from tasks ---------------------------------------------------------------------------------------------
 
@@ -410,12 +423,13 @@ class Supervisor:
                 self._verdict,
                 self._tasks,
                 self._record(self._verdict),
+                self._meeting,
                 log_dir=self._options.log_dir,
                 out_of_memory=self._was_out_of_memory(),
             )
             self._console.write_lines("stderr", b"", [line.encode(errors="replace") for line in lines])
         elif self._stop is not None and self._stop.kind == "start time-out":
-            lines = report.timeout_block(self._options.name, self._tasks, self._start_timeout_s)
+            lines = report.timeout_block(self._options.name, self._meeting, self._start_timeout_s)
             self._console.write_lines("stderr", b"", [line.encode(errors="replace") for line in lines])
         elif code == 0 and len(self._plan.trains) > 1 and not any(task.phase for task in self._tasks):
             self._warn_of_copies()

@@ -18,7 +18,8 @@ from tfdist.launch.pump import Pump
 from tfdist.launch.streams import TaskOutput
 from tfdist.launch.terminal import open_pty, resize_pty
 
-# What a task leaves behind in its process group may end by itself (Python's resource tracker cleans up first).
+# What a task leaves behind in its process group is asked to end; Python's resource tracker, which takes no notice, ends
+# by itself when it has cleaned up.
 GROUP_GRACE_S = 1.0
 
 
@@ -110,6 +111,7 @@ class TaskProcess:
         self.ended_at = time.monotonic()
         self._group_until = self.ended_at + GROUP_GRACE_S
         self._ptys.clear()
+        self._signal_group(signal.SIGTERM)
         return True
 
     def ask_to_end(self, number: int) -> None:
@@ -127,7 +129,7 @@ class TaskProcess:
         """Kills the task with all of its process group."""
         if self.is_alive:
             self.stopped = True
-            self._kill_group()
+            self._signal_group(signal.SIGKILL)
 
     def is_group_gone(self) -> bool:
         """Returns whether nothing of an ended task's process group is left, and kills what stays too long."""
@@ -136,10 +138,10 @@ class TaskProcess:
         except OSError:
             return True
         if time.monotonic() >= self._group_until:
-            self._kill_group()
+            self._signal_group(signal.SIGKILL)
             return True
         return False
 
-    def _kill_group(self) -> None:
+    def _signal_group(self, number: int) -> None:
         with contextlib.suppress(OSError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
