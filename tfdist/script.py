@@ -45,12 +45,14 @@ def _code_of(exit_request: SystemExit) -> int:
 
 def _run_script(path: str, arguments: Sequence[str]) -> None:
     sys.argv = [path, *arguments]
-    folder_of_modules = path if os.path.isdir(path) or _is_zip(path) else os.path.dirname(os.path.abspath(path))
-    _set_first_path(folder_of_modules)
-    if folder_of_modules == path:  # a folder or zip file with a __main__.py
-        _run_spec("__main__", sys.argv)
+    # Python names the file by its whole path, in tracebacks too.
+    path = os.path.abspath(path)
+    if os.path.isdir(path) or _is_zip(path):
+        _set_first_path(path)
+        _run_spec("__main__")
         return
-    with io.open_code(os.path.abspath(path)) as file:
+    _set_first_path(os.path.dirname(path))
+    with io.open_code(path) as file:
         source = file.read()
     main_module = _new_main()
     main_module.__file__ = path
@@ -67,10 +69,10 @@ def _is_zip(path: str) -> bool:
 def _run_module(name: str, arguments: Sequence[str]) -> None:
     sys.argv = ["-m", *arguments]
     _set_first_path(os.getcwd())
-    _run_spec(name, sys.argv)
+    _run_spec(name)
 
 
-def _run_spec(name: str, argv: list[str]) -> None:
+def _run_spec(name: str) -> None:
     if name == "__main__":
         # Ours stands under that name.
         sys.modules.pop("__main__", None)
@@ -88,7 +90,9 @@ def _run_spec(name: str, argv: list[str]) -> None:
     main_module.__loader__ = spec.loader
     main_module.__package__ = spec.parent
     if spec.origin is not None:
-        main_module.__file__ = argv[0] = spec.origin
+        main_module.__file__ = spec.origin
+        if name != "__main__":
+            sys.argv[0] = spec.origin
     exec(code, main_module.__dict__)
 
 

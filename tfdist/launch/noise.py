@@ -21,6 +21,7 @@ _PLAIN_NOISE = re.compile(
 # Warnings and errors that come at every start on a machine without a GPU, or say nothing one can act on.
 _EMPTY_WARNINGS = re.compile(
     rb"failed call to cuInit"
+    rb"|SIGTERM caught at "  # by TensorFlow, which then goes on
     rb"|Could not find cuda drivers"
     rb"|Unable to register cu(?:DNN|FFT|BLAS) factory"
     rb"|computation placer already registered"

@@ -307,7 +307,8 @@ class Supervisor:
                 self._mute([task for task in self._tasks if task is not failing or self._verdict_is_about_others()])
             for task in self._tasks:
                 if task is not failing or failing.words is None:
-                    task.ask_to_end(stop.number)
+                    # Before its script runs, an interrupt would only show Python's own insides.
+                    task.ask_to_end(stop.number if task.greeted else signal.SIGTERM)
         if now < stop.kill_at:
             return
         for task in self._tasks:

@@ -1,0 +1,38 @@
+"""Which task failed first, by what the launcher knows."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.cluster import Task
+from tfdist.launch.blame import Seen, Verdict, Words, first_failure
+
+A, B, C = (Task("worker", i) for i in range(3))
+
+
+def lost(at, task):
+    return Words(at=at, code=1, consequence=True, lost=str(task))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "verdict"),
+    [
+        ([Seen(A), Seen(B)], None),
+        ([Seen(A, 0, 1.0), Seen(B)], None),
+        ([Seen(A, 3, 2.0), Seen(B, 4, 1.0)], Verdict(B, "own")),
+        ([Seen(A), Seen(B, -9, 1.0)], Verdict(B, "own")),
+        # Its words come before its death, and count.
+        ([Seen(A, 1, 1.5), Seen(B, words=Words(at=1.0, code=1))], Verdict(B, "own")),
+        # A consequence is heard first where the cause leaves no words.
+        ([Seen(A, 1, 1.0, words=lost(0.9, B)), Seen(B, -11, 1.1)], Verdict(B, "own")),
+        ([Seen(A, words=lost(0.9, B)), Seen(B)], Verdict(A, "hearsay")),
+        ([Seen(A, words=lost(0.9, B)), Seen(B, 0, 0.5)], Verdict(B, "left")),
+        ([Seen(A, words=lost(0.9, B)), Seen(B, 0, 0.5), Seen(C, 5, 0.4)], Verdict(C, "own")),
+        ([Seen(A, words=lost(0.9, C)), Seen(B, words=lost(0.8, A)), Seen(C)], Verdict(B, "hearsay")),
+        # What we stopped does not count.
+        ([Seen(A, -15, 1.0, stopped=True), Seen(B)], None),
+        ([Seen(A, -15, 1.0, stopped=True), Seen(B, 2, 3.0)], Verdict(B, "own")),
+    ],
+)
+def test_the_first_failure_is_the_cause_and_not_the_consequence(tasks, verdict):
+    assert first_failure(tasks) == verdict

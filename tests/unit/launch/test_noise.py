@@ -1,0 +1,49 @@
+"""Which lines of TensorFlow's are left out: lines as TensorFlow 2.21 wrote them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tfdist.launch.noise import is_noise
+
+NOISE = [
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "I0000 00:00:1796061556.847052    5383 port.cc:153] oneDNN custom operations are on.",
+    "I0000 00:00:1796061556.849548    5383 cudart_stub.cc:31] Could not find cuda drivers on your machine",
+    "To enable the following instructions: AVX2 AVX512F FMA, in other operations, rebuild TensorFlow",
+    "E0000 00:00:1796061562.368303    5383 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error (303)",
+    "I0000 00:00:1796061562.502086    5452 coordination_service.cc:505] Example stragglers:",
+    "/job:worker/replica:0/task:0",
+    "I0000 00:00:1796061562.501995    5452 coordination_service.h:529] /job:worker/replica:0/task:1 has connected",
+    "W0000 00:00:1796061562.826812    5384 dataset.cc:997] Input of GeneratorDatasetOp::Dataset will not be optimized",
+    "2024-03-01 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is",
+    "2024-03-01 12:00:00.123456: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] "
+    "Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN",
+    "I1130 17:49:01.123456 140 grpc_server_lib.cc:467] Started server with target: grpc://127.0.0.1:47285",
+]
+WORDS = [
+    "",
+    "loss 0.5",
+    "I have 2 cats",
+    "I1130 17:49:01.123456 140737353 train.py:12] epoch 3",  # absl's Python logger: the script's own words
+    "E0000 00:00:1796061562.368303    5383 executor.cc:52] out of coffee",
+    "W0000 00:00:1796061562.368303    5383 cpu_allocator_impl.cc:83] Allocation of 1e9 exceeds 10% of free memory",
+    "F0000 00:00:1796061562.368303    5383 tensor.cc:52] Check failed: a == b",
+    "Traceback (most recent call last):",
+    "UserWarning: failed call to cuInit",
+]
+
+
+@pytest.mark.parametrize("line", NOISE)
+def test_start_up_noise_is_left_out(line):
+    assert is_noise(line.encode())
+
+
+@pytest.mark.parametrize("line", WORDS)
+def test_words_are_kept(line):
+    assert not is_noise(line.encode())
+
+
+def test_info_is_kept_for_one_who_asked_for_a_level():
+    assert not is_noise(NOISE[1].encode(), keep_info=True)
+    assert is_noise(NOISE[0].encode(), keep_info=True)

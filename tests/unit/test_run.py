@@ -1,0 +1,147 @@
+"""The command line of the launcher."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tfdist import run
+from tfdist.errors import LaunchError
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a script, a package, and a folder that is no program."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "__init__.py").touch()
+    (tmp_path / "data").mkdir()
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "__main__.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        (["train.py"], {"command": ("train.py",), "workers": 1, "ps": 0, "chief": False}),
+        (["--workers", "2", "train.py"], {"workers": 2}),
+        (["--workers=2", "train.py"], {"workers": 2}),
+        (["--nproc-per-node", "2", "train.py"], {"workers": 2}),
+        (["--nproc_per_node=2", "train.py"], {"workers": 2}),
+        (["--workers", "2", "--ps", "1", "train.py"], {"workers": 2, "ps": 1, "task_count": 4}),
+        (["--workers", "2", "--chief", "train.py"], {"task_count": 3}),
+        (["-m", "pack.train", "-x"], {"command": ("-m", "pack.train", "-x"), "name": "pack.train"}),
+        (["--module", "pack"], {"command": ("-m", "pack")}),
+        (["program"], {"command": ("program",)}),
+        # After the script everything is the script's.
+        (["train.py", "--workers", "5", "-m"], {"command": ("train.py", "--workers", "5", "-m"), "workers": 1}),
+        (["train.py", "--", "--x"], {"command": ("train.py", "--", "--x")}),
+        (["--workers", "2", "--", "train.py", "--help"], {"command": ("train.py", "--help")}),
+        (["--log_dir", "a b", "train.py"], {"log_dir": "a b"}),
+        (["--start-timeout", "1.5", "--step-timeout=2", "train.py"], {"start_timeout_s": 1.5, "step_timeout_s": 2.0}),
+        (["--shutdown_timeout", "9", "train.py"], {"shutdown_timeout_s": 9.0}),
+        (["--raw", "--no-pty", "--threads-per-task", "3", "train.py"], {"raw": True, "pty": False}),
+    ],
+)
+def test_a_command_line_is_read(folder, argv, expected):
+    options = run.read_command_line(argv, {})
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "argv", "expected"),
+    [
+        ({"TFDIST_RUN_WORKERS": "3"}, ["train.py"], {"workers": 3}),
+        ({"TFDIST_RUN_WORKERS": "3"}, ["--workers", "2", "train.py"], {"workers": 2}),
+        ({"TFDIST_RUN_RAW": "1", "TFDIST_RUN_CHIEF": "false"}, ["train.py"], {"raw": True, "chief": False}),
+        ({"TFDIST_RUN_LOG_DIR": "logs", "TFDIST_RUN_DIR": "/outer"}, ["train.py"], {"log_dir": "logs"}),
+        ({"TFDIST_RUN_START_TIMEOUT": "7"}, ["train.py"], {"start_timeout_s": 7.0}),
+        ({"TFDIST_RUN_WORKERS": ""}, ["train.py"], {"workers": 1}),
+    ],
+)
+def test_the_environment_gives_what_the_command_line_leaves_out(folder, environ, argv, expected):
+    options = run.read_command_line(argv, environ)
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "words"),
+    [
+        ([], {}, "which script?"),
+        (["--workers", "2"], {}, "which script?"),
+        (["--workers", "2", "--"], {}, "which script?"),
+        (["--workers"], {}, "expected one argument"),
+        (["nothing.py"], {}, "the script 'nothing.py' is not in"),
+        (["pack.train"], {}, "for a module: -m pack.train"),
+        (["data"], {}, "'data' is a folder without a __main__.py"),
+        (["-m", "train.py"], {}, "leave out -m, or write -m train"),
+        (["-m", "no_such_package"], {}, "there is no module 'no_such_package'"),
+        (["--workers", "0", "train.py"], {}, "--workers must be at least 1, not 0"),
+        (["--workers", "two", "train.py"], {}, "'two' is not a whole number"),
+        (["--ps", "1", "train.py"], {}, "--ps 1 needs workers: add --workers N"),
+        (["--workers", "1", "--ps", "-1", "train.py"], {}, "--ps"),
+        (["--wrokers", "2", "train.py"], {}, "there is no flag --wrokers (did you mean --workers?)"),
+        (["--log-dri=x", "train.py"], {}, "did you mean --log-dir?"),
+        (["--start_timout", "3", "train.py"], {}, "did you mean --start-timeout?"),
+        (["-x", "train.py"], {}, "there is no flag -x"),
+        (["--work", "2", "train.py"], {}, "there is no flag --work"),
+        (["--raw=yes", "train.py"], {}, "--raw"),
+        (["--start-timeout", "-1", "train.py"], {}, "--start-timeout"),
+        (["--start-timeout", "soon", "train.py"], {}, "'soon' is not a number of seconds"),
+        (["train.py"], {"TFDIST_RUN_WORKERS": "many"}, "TFDIST_RUN_WORKERS: 'many' is not a whole number"),
+        (["train.py"], {"TFDIST_RUN_RAW": "maybe"}, "TFDIST_RUN_RAW must be 1 or 0, not 'maybe'"),
+    ],
+)
+def test_bad_use_is_told_in_one_sentence(folder, argv, environ, words):
+    with pytest.raises(LaunchError) as caught:
+        run.read_command_line(argv, environ)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_use_ends_with_2_and_starts_nothing(capsys, folder):
+    assert run.main(["--workers", "0", "train.py"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "tfdist: --workers must be at least 1, not 0\n"
+
+
+def test_help_is_quick_and_names_every_flag():
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        text = subprocess.run(
+            [sys.executable, "-m", "tfdist.run", "--help"], capture_output=True, text=True, check=True, timeout=30
+        ).stdout
+        times.append(time.monotonic() - start)
+    assert min(times) < 0.5
+    for flag in ("--workers", "--chief", "--ps", "--module", "--log-dir", "--raw", "--start-timeout", "--version"):
+        assert flag in text
+    assert "_" not in text.replace("tfdist.run", "")  # one spelling each
+
+
+def test_the_launcher_loads_neither_numpy_nor_tensorflow():
+    code = (
+        "import sys, tfdist, tfdist.run, tfdist.launch.supervise, tfdist.process\n"
+        "print([name for name in ('numpy', 'tensorflow', 'keras') if name in sys.modules])"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+    assert ended.stdout == "[]\n"
+
+
+def test_the_docstring_is_the_manual():
+    for word in (
+        "Usage by case",
+        "Definitions",
+        "Failure modes",
+        "Exit codes",
+        "TFDIST_RUN_WORKERS",
+        *map(str, (42, 75, 143)),
+    ):
+        assert word in (run.__doc__ or "")
