@@ -8,31 +8,25 @@ meeting is over for nobody before it is over for all.
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import queue
-import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from tfdist import wire
 from tfdist.cluster import Task
 from tfdist.collectives.group import Group
+from tfdist.collectives.identity import CHANNELS, Channel, Identity
 from tfdist.collectives.listener import listen, split_address
 from tfdist.collectives.monitor import MAX_BEAT_S, MAX_TEXT, ControlLink, goodbye
 from tfdist.errors import GroupError, MeetingError
 
 logger = logging.getLogger(__name__)
-
-Channel = Literal["data", "control"]
-CHANNELS: tuple[Channel, ...] = ("data", "control")
 
 HANDSHAKE_S = 10.0
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 10.0
@@ -76,79 +70,9 @@ def meet(
     group_settings = {"step_timeout_s": step_timeout_s, "heartbeat_timeout_s": heartbeat_timeout_s}
     if len(tasks) == 1:
         return Group(tasks, index, data=data, control=control, **group_settings)
-    me = _Identity(tuple(cluster_addresses), tuple(tasks), index, fingerprint, heartbeat_timeout_s)
+    me = Identity(tuple(cluster_addresses), tuple(tasks), index, fingerprint, heartbeat_timeout_s)
     meeting = _Meeting(me, secret, start_timeout_s, on_wait or (lambda message: logger.warning("%s", message)))
     return meeting.run(group_settings)
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """What a task says of itself to the others."""
-
-    addresses: tuple[str, ...]
-    tasks: tuple[Task, ...]
-    index: int
-    fingerprint: str
-    heartbeat_timeout_s: float
-    incarnation: str = field(default_factory=lambda: secrets.token_hex(8))
-
-    @property
-    def name(self) -> str:
-        return str(self.tasks[self.index])
-
-    @property
-    def cluster(self) -> list[list[str]]:
-        return [[str(task), address] for task, address in zip(self.tasks, self.addresses, strict=True)]
-
-    def message(self, channel: Channel) -> dict[str, Any]:
-        cluster = self.cluster
-        return {
-            "channel": channel,
-            "index": self.index,
-            "task": self.name,
-            # The list itself is long in a big cluster and travels once per peer.
-            "cluster": cluster if channel == "data" else None,
-            "digest": hashlib.sha256(wire.encode({"cluster": cluster})).hexdigest(),
-            "fingerprint": self.fingerprint,
-            "byteorder": sys.byteorder,
-            "heartbeat_timeout_s": self.heartbeat_timeout_s,
-            "incarnation": self.incarnation,
-            "process": f"process {os.getpid()} on {socket.gethostname()}",
-        }
-
-    def difference(self, theirs: Mapping[str, Any]) -> str | None:
-        """Returns what is not the same for the peer, in words, or None."""
-        mine, peer = self.message("data"), str(theirs.get("task"))
-        if theirs.get("digest") != mine["digest"]:
-            return self._cluster_difference(theirs.get("cluster"), peer)
-        index = theirs.get("index")
-        if not isinstance(index, int) or not 0 <= index < len(self.tasks) or peer != str(self.tasks[index]):
-            return f"{peer} says it is number {index!r} of the cluster"
-        timeout_s = theirs.get("heartbeat_timeout_s")
-        if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
-            return f"{peer} has the heartbeat time-out {timeout_s!r}"
-        for what in ("fingerprint", "byteorder"):
-            if theirs.get(what) != mine[what]:
-                return f"{self.name} runs with {mine[what]!r}, {peer} with {theirs.get(what)!r}"
-        return None
-
-    def _cluster_difference(self, theirs: Any, peer: str) -> str:
-        if not isinstance(theirs, list):
-            return f"{peer} believes in another cluster than {self.name}"
-        mine = self.cluster
-        text = (
-            f"{peer} believes the cluster is {_cluster_text(theirs)}, {self.name} believes it is {_cluster_text(mine)}"
-        )
-        if len(theirs) != len(mine):
-            return text
-        first = next((i for i, (a, b) in enumerate(zip(theirs, mine, strict=True)) if a != b), 0)
-        return f"{text}; the first difference is entry {first}: {theirs[first]} and {mine[first]}"
-
-
-def _cluster_text(cluster: list[Any]) -> str:
-    entries = [" at ".join(map(str, entry)) if isinstance(entry, list) else str(entry) for entry in cluster[:8]]
-    more = ", ..." if len(cluster) > 8 else ""
-    return f"{', '.join(entries)}{more} ({len(cluster)} tasks)"[:1000]
 
 
 @dataclass(frozen=True)
@@ -163,7 +87,7 @@ class _Meeting:
     """One task's side of the meeting: threads shake hands, `run` collects the results."""
 
     def __init__(
-        self, me: _Identity, secret: bytes | None, start_timeout_s: float, on_wait: Callable[[str], None]
+        self, me: Identity, secret: bytes | None, start_timeout_s: float, on_wait: Callable[[str], None]
     ) -> None:
         self._me, self._secret, self._on_wait = me, secret, on_wait
         self._timeout_s, self._started = start_timeout_s, time.monotonic()
@@ -385,25 +309,22 @@ class _Meeting:
 
     def _look_for_goodbyes(self) -> None:
         """Ends the meeting when a task that had come already goes away again."""
+        for index, link in self._control.items():
+            # The end of the control connection comes after the goodbye; that of the data connection may overtake it.
+            try:
+                goodbyes = [wire.decode(f.body) for f in link.receive() if f.kind in (wire.GOODBYE, wire.BROKEN)]
+            except wire.WireError as error:
+                raise MeetingError(f"{link.name} broke the control connection: it {error}") from None
+            if goodbyes:
+                text = str(goodbyes[0].get("why") or goodbye(link, goodbyes[0]).text)
+                raise MeetingError(f"{text} (while {self._me.name} was waiting for the others)")
+            if link.ended and self._is_here(index):
+                raise MeetingError(f"{link.name} came, and ended before all tasks were here (killed or crashed?)")
         for (index, channel), sock in list(self._sockets.items()):
-            if channel == "data":
-                gone = _has_ended(sock)
-            else:
-                link = self._control[index]
-                try:
-                    goodbyes = [wire.decode(f.body) for f in link.receive() if f.kind in (wire.GOODBYE, wire.BROKEN)]
-                except wire.WireError as error:
-                    raise MeetingError(f"{link.name} broke the control connection: it {error}") from None
-                if goodbyes:
-                    text = str(goodbyes[0].get("why") or goodbye(link, goodbyes[0]).text)
-                    raise MeetingError(f"{text} (while {self._me.name} was waiting for the others)")
-                gone = link.ended
-            if not gone:
-                continue
-            if self._is_here(index):
-                name = self._me.tasks[index]
-                raise MeetingError(f"{name} came, and ended before all tasks were here (killed or crashed?)")
-            self._sockets.pop((index, channel)).close()
+            # Half a pair that ended may come again: its handshake took too long for it.
+            if not self._is_here(index) and _has_ended(sock):
+                self._sockets.pop((index, channel)).close()
+                self._control.pop(index, None)
 
     def _say_waiting(self, missing: Sequence[int], now: float) -> None:
         names = ", ".join(self._address_text(i) for i in missing[:4])
