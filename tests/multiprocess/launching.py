@@ -67,22 +67,26 @@ def start(
     )
 
 
-def finish(launcher: subprocess.Popen[str], started_at: float | None = None) -> Ended:
+def finish(
+    launcher: subprocess.Popen[str], started_at: float | None = None, deadline_s: float = DEADLINE_S
+) -> Ended:
     """Waits for the launcher's end; past the deadline it is killed, and the test fails with what it wrote."""
     began = time.monotonic() if started_at is None else started_at
     try:
-        out, err = launcher.communicate(timeout=DEADLINE_S)
+        out, err = launcher.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
         launcher.kill()
         out, err = launcher.communicate()
-        raise AssertionError(f"the launcher did not end within {DEADLINE_S} s\n{out}\n{err}") from None
+        raise AssertionError(f"the launcher did not end within {deadline_s} s\n{out}\n{err}") from None
     return Ended(launcher.returncode, out or "", err or "", time.monotonic() - began)
 
 
-def run(*arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Ended:
+def run(
+    *arguments: object, cwd: Path | None = None, env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S
+) -> Ended:
     """Runs the launcher to its end."""
     began = time.monotonic()
-    return finish(start(*arguments, cwd=cwd, env=env), began)
+    return finish(start(*arguments, cwd=cwd, env=env), began, deadline_s)
 
 
 def write(folder: Path, source: str, name: str = "script.py") -> Path:

@@ -1,0 +1,645 @@
+"""Small trainings that must give the same numbers in one plain Keras process and on N tasks.
+
+Each case is a function of a `Run` and returns named arrays: epoch logs, batch logs, weights, predictions. It is
+ordinary Keras code; only the scope is entered, which is no strategy at all in the plain process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+layers, optimizers, losses = keras.layers, keras.optimizers, keras.losses
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a case runs: `strategy` is None in the plain process, else what create_strategy returned."""
+
+    strategy: Any = None
+    index: int = 0
+    size: int = 1
+    seed: int = 7
+
+    def scope(self) -> Any:
+        return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
+
+    @property
+    def is_plain(self) -> bool:
+        return self.strategy is None
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.size - 1
+
+
+Case = Callable[[Run], dict[str, np.ndarray]]
+CASES: dict[str, Case] = {}
+# Right by a rule of their own, not equal to one process: their tests say what holds.
+DIFFERENT_BY_DESIGN = {"dropout", "batch_norm_plain"}
+
+
+def case(function: Case) -> Case:
+    CASES[function.__name__] = function
+    return function
+
+
+def regression(rows: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(seed).normal(size=(rows, 6)).astype("float32")
+    return x, (x @ np.linspace(-1, 1, 6)[:, None] + 0.3 * np.sin(3 * x[:, :1])).astype("float32")
+
+
+def dense(outputs: int = 1, activation: str | None = None) -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((6,)), layers.Dense(16, activation="tanh"), layers.Dense(outputs, activation=activation)]
+    )
+
+
+class BatchLogs(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[np.ndarray] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.rows.append(np.concatenate([np.ravel(logs[name]) for name in sorted(logs)]))
+
+
+def fitted(model: keras.Model, x: Any, y: Any = None, *, predict: Any = None, batch_size: int = 12, **fit: Any) -> dict:
+    """Fits, evaluates, predicts; returns all numbers that came out."""
+    batches = BatchLogs()
+    fit.setdefault("epochs", 2)
+    fit.setdefault("shuffle", False)
+    if y is not None:
+        fit["batch_size"] = batch_size
+    history = model.fit(x, y, verbose=0, callbacks=[batches, *fit.pop("callbacks", [])], **fit)
+    result = {f"log {name}": np.array(values) for name, values in history.history.items()}
+    result["batch logs"] = np.array(batches.rows, "float64")
+    result.update({f"weight {i}": weight for i, weight in enumerate(model.get_weights())})
+    if "validation_data" in fit and isinstance(fit["validation_data"], tuple):
+        value = model.evaluate(*fit["validation_data"], batch_size=5, verbose=0)
+        result["evaluate"] = np.concatenate([np.ravel(v) for v in keras.tree.flatten(value)])
+    if predict is not None:
+        outputs = model.predict(
+            predict, verbose=0, **({} if isinstance(predict, tf.data.Dataset) else {"batch_size": 5})
+        )
+        result["predictions"] = np.concatenate([np.ravel(o) for o in keras.tree.flatten(outputs)])
+    return result
+
+
+def trained(
+    run: Run,
+    *,
+    optimizer: Callable[[], Any] = lambda: "adam",
+    loss: Any = "mse",
+    rows: int = 40,
+    batch_size: int = 13,
+    metrics: Any = None,
+    model: Callable[[], keras.Model] = dense,
+    compile_arguments: dict | None = None,
+    **fit: Any,
+) -> dict:
+    """The common shape: a regression by a small model."""
+    x, y = regression(rows)
+    with run.scope():
+        made = model()
+        made.compile(optimizer(), loss, metrics=metrics, **(compile_arguments or {"jit_compile": False}))
+    return fitted(made, x, y, batch_size=batch_size, **fit)
+
+
+# -- sizes
+
+
+@case
+def even(run: Run) -> dict:
+    return trained(
+        run, rows=48, batch_size=12, validation_data=regression(20, 1), predict=regression(13, 2)[0], metrics=["mae"]
+    )
+
+
+@case
+def uneven(run: Run) -> dict:
+    return trained(run, validation_data=regression(7, 1), predict=regression(7, 2)[0], metrics=["mae"])
+
+
+@case
+def one_batch_of_13(run: Run) -> dict:
+    return trained(run, rows=13, epochs=3)
+
+
+@case
+def fewer_rows_than_tasks(run: Run) -> dict:
+    return trained(
+        run, rows=5, batch_size=2, epochs=3, validation_data=regression(1, 1), predict=regression(1)[0], metrics=["mae"]
+    )
+
+
+@case
+def batches_of_one(run: Run) -> dict:
+    return trained(run, rows=4, batch_size=1, metrics=["mae"])
+
+
+# -- models
+
+
+@case
+def functional_with_names(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
+        hidden = layers.Dense(8, activation="tanh")(layers.Concatenate()([left, right]))
+        model = keras.Model(
+            {"left": left, "right": right},
+            {"one": layers.Dense(1, name="one")(hidden), "two": layers.Dense(2, name="two")(hidden)},
+        )
+        model.compile(
+            "adam",
+            {"one": "mse", "two": "mae"},
+            loss_weights={"one": 1.0, "two": 0.5},
+            metrics={"one": ["mae"]},
+            jit_compile=False,
+        )
+    inputs = {"left": x[:, :3], "right": x[:, 3:]}
+    return fitted(
+        model,
+        inputs,
+        {"one": y, "two": np.concatenate([y, -y], 1)},
+        batch_size=13,
+        predict={name: value[:7] for name, value in inputs.items()},
+    )
+
+
+class Subclassed(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = layers.Dense(8, activation="tanh"), layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.second(self.first(x))
+
+
+@case
+def subclassed_unbuilt(run: Run) -> dict:
+    return trained(run, model=Subclassed, validation_data=regression(7, 1), predict=regression(7, 2)[0])
+
+
+@case
+def convolution(run: Run) -> dict:
+    random = np.random.default_rng(3)
+    x, y = random.normal(size=(26, 8, 8, 1)).astype("float32"), random.integers(0, 4, 26)
+    with run.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((8, 8, 1)),
+                layers.Conv2D(4, 3, activation="relu"),
+                layers.MaxPooling2D(),
+                layers.Flatten(),
+                layers.Dense(4, activation="softmax"),
+            ]
+        )
+        model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
+    return fitted(model, x, y, batch_size=10, predict=x[:7])
+
+
+@case
+def recurrent(run: Run) -> dict:
+    x, y = np.random.default_rng(4).normal(size=(25, 5, 3)).astype("float32"), regression(25)[1]
+    with run.scope():
+        model = keras.Sequential([keras.Input((5, 3)), layers.LSTM(6), layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, x, y, batch_size=10, predict=x[:7])
+
+
+@case
+def embedding(run: Run) -> dict:
+    ids = np.random.default_rng(0).integers(0, 50, (40, 4)).astype("int32")
+    with run.scope():
+        model = keras.Sequential(
+            [keras.Input((4,), dtype="int32"), layers.Embedding(50, 8), layers.Flatten(), layers.Dense(1)]
+        )
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, ids, regression(40)[1], batch_size=13)
+
+
+@case
+def inside_the_scope(run: Run) -> dict:
+    """`fit` called inside `with strategy.scope()`, as many tutorials do."""
+    with run.scope():
+        return trained(run, metrics=["mae"], validation_data=regression(7, 1), predict=regression(7, 2)[0])
+
+
+@case
+def compiled_outside_the_scope(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+    model.compile(optimizers.Adam(0.01), "mse", jit_compile=False)
+    return fitted(model, x, y, batch_size=13)
+
+
+# -- inputs
+
+
+@case
+def shuffled_arrays(run: Run) -> dict:
+    """Reference: plain Keras on rows put in the documented order, f(seed, fit, epoch)."""
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    if not run.is_plain:
+        return fitted(model, x, y, shuffle=True)
+    orders = [np.random.default_rng((run.seed, 0, epoch)).permutation(40) for epoch in range(2)]
+    parts = [fitted(model, x[order], y[order], epochs=1) for order in orders]
+    joined = {name: np.concatenate([p[name] for p in parts]) for name in ("log loss", "batch logs")}
+    return {**parts[-1], **joined}
+
+
+@case
+def dataset(run: Run) -> dict:
+    def batches(rows: int, seed: int, size: int) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(regression(rows, seed)).batch(size)
+
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    training = (
+        tf.data.Dataset.from_tensor_slices(regression(40)).shuffle(40, 3, reshuffle_each_iteration=False).batch(12)
+    )
+    return fitted(model, training, validation_data=batches(9, 1, 4), predict=batches(9, 1, 4).map(lambda x, y: x))
+
+
+@case
+def dataset_repeated(run: Run) -> dict:
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    endless = tf.data.Dataset.from_tensor_slices(regression(40)).batch(12).repeat()
+    return fitted(model, endless, steps_per_epoch=6, epochs=3)
+
+
+@case
+def dataset_of_unknown_length(run: Run) -> dict:
+    """Plain Keras counts one iteration too many at each end it had not foreseen, so its steps are given to it."""
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices(regression(40)).batch(12).filter(lambda *_: True)
+    if run.is_plain:
+        return fitted(model, data.repeat(), steps_per_epoch=4)
+    return fitted(model, data)
+
+
+@case
+def dataset_with_sample_weights(run: Run) -> dict:
+    weights = np.random.default_rng(5).uniform(0.1, 3, 40).astype("float32")
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", weighted_metrics=["mae"], jit_compile=False)
+    return fitted(model, tf.data.Dataset.from_tensor_slices((*regression(40), weights)).batch(13))
+
+
+@case
+def steps_per_epoch_on_arrays(run: Run) -> dict:
+    return trained(run, rows=48, batch_size=8, steps_per_epoch=3, epochs=2)
+
+
+@case
+def sample_weight(run: Run) -> dict:
+    return trained(run, sample_weight=np.random.default_rng(5).uniform(0.1, 3, 40).astype("float32"))
+
+
+@case
+def class_weight(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = dense(2, "softmax")
+        model.compile(
+            "adam",
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            weighted_metrics=["accuracy"],
+            jit_compile=False,
+        )
+    return fitted(model, x, (y[:, 0] > 0).astype("int32"), batch_size=13, class_weight={0: 1.0, 1: 4.0})
+
+
+@case
+def validation_split(run: Run) -> dict:
+    return trained(run, rows=41, batch_size=12, validation_split=0.2)
+
+
+@case
+def validation_every_second_epoch(run: Run) -> dict:
+    return trained(run, epochs=4, validation_freq=2, validation_data=regression(9, 1), validation_steps=1)
+
+
+# -- losses and metrics
+
+
+@case
+def loss_sum(run: Run) -> dict:
+    return trained(run, optimizer=lambda: optimizers.SGD(1e-3), loss=losses.MeanSquaredError(reduction="sum"))
+
+
+@case
+def loss_mean_with_sample_weight(run: Run) -> dict:
+    return trained(
+        run,
+        loss=losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        sample_weight=np.random.default_rng(5).uniform(0.1, 3, 40).astype("float32"),
+    )
+
+
+@case
+def loss_scalar(run: Run) -> dict:
+    # Not Adam: it blows up the rounding of a gradient that is nearly zero.
+    return trained(run, optimizer=lambda: optimizers.SGD(0.05), loss=lambda t, p: tf.reduce_mean(tf.abs(t - p) ** 1.5))
+
+
+class MeanSquareLoss(keras.Layer):
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x * x))
+        return x
+
+
+@case
+def regularizers(run: Run) -> dict:
+    def model() -> keras.Model:
+        hidden = layers.Dense(
+            16,
+            activation="tanh",
+            kernel_regularizer=keras.regularizers.L2(0.01),
+            activity_regularizer=keras.regularizers.L2(0.02),
+        )
+        return keras.Sequential([keras.Input((6,)), hidden, MeanSquareLoss(), layers.Dense(1)])
+
+    return trained(run, model=model)
+
+
+@case
+def masked(run: Run) -> dict:
+    ids = np.random.default_rng(0).integers(0, 9, (40, 7))
+    ids[:, 4:] *= np.random.default_rng(1).integers(0, 2, (40, 3))
+    y = np.random.default_rng(2).normal(size=(40, 7, 2)).astype("float32")
+    with run.scope():
+        model = keras.Sequential(
+            [keras.Input((7,), dtype="int32"), layers.Embedding(9, 5, mask_zero=True), layers.Dense(2)]
+        )
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    return fitted(model, ids.astype("int32"), y, batch_size=13)
+
+
+@case
+def additive_metrics(run: Run) -> dict:
+    x, y = regression(41)
+    labels = np.eye(3, dtype="float32")[np.digitize(y[:, 0], [-0.5, 0.5])]
+    m = keras.metrics
+    with run.scope():
+        model = dense(3, "softmax")
+        model.compile(
+            "adam",
+            "categorical_crossentropy",
+            metrics=[
+                m.AUC(),
+                m.F1Score(),
+                m.Precision(),
+                m.Recall(),
+                m.OneHotMeanIoU(3),
+                m.CategoricalAccuracy(),
+                m.TopKCategoricalAccuracy(2),
+                m.R2Score(),
+            ],
+            jit_compile=False,
+        )
+    return fitted(model, x, labels, batch_size=13, validation_data=(x[:9], labels[:9]))
+
+
+# -- optimizers
+
+
+def _optimizer_cases() -> None:
+    o = optimizers
+    made: dict[str, Callable[[], Any]] = {
+        "sgd_momentum": lambda: o.SGD(0.05, momentum=0.9),
+        "adamw": lambda: o.AdamW(1e-2, weight_decay=0.1),
+        "schedule": lambda: o.Adam(o.schedules.ExponentialDecay(0.01, 3, 0.5)),
+        "clipnorm": lambda: o.Adam(1e-2, clipnorm=0.1),
+        "global_clipnorm": lambda: o.SGD(0.1, global_clipnorm=0.05),
+        "clipvalue": lambda: o.SGD(0.1, clipvalue=0.01),
+        "accumulation": lambda: o.Adam(1e-2, gradient_accumulation_steps=3),
+        "accumulation_and_clipping": lambda: o.SGD(
+            0.1, momentum=0.9, gradient_accumulation_steps=3, global_clipnorm=0.05
+        ),
+        "ema": lambda: o.Adam(1e-2, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=3),
+        "lion": lambda: o.Lion(1e-3),
+        "adafactor": lambda: o.Adafactor(1e-2),
+        "loss_scale": lambda: o.LossScaleOptimizer(
+            o.Adam(1e-2, clipnorm=0.1), initial_scale=1024.0, dynamic_growth_steps=3
+        ),
+        "loss_scale_and_accumulation": lambda: o.LossScaleOptimizer(
+            o.Adam(1e-2, gradient_accumulation_steps=2), initial_scale=1024.0, dynamic_growth_steps=3
+        ),
+    }
+    for name, make in made.items():
+        CASES[f"optimizer_{name}"] = lambda run, make=make: trained(run, optimizer=make, epochs=3)
+
+
+_optimizer_cases()
+
+
+@case
+def overflow_on_one_task(run: Run) -> dict:
+    """Row 22 overflows float32 in one task only: all must skip that step, with one scale."""
+    x, y = regression(36)
+    x[22] = 1e25
+    with run.scope():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(1)])
+        scaled = optimizers.LossScaleOptimizer(optimizers.Adam(1e-2), initial_scale=1024.0, dynamic_growth_steps=3)
+        model.compile(scaled, "mse", jit_compile=False)
+    result = fitted(model, x, y)
+    del result["log loss"], result["batch logs"]  # inf and NaN
+    return {**result, "scale": np.array(scaled.dynamic_scale), "iterations": np.array(scaled.iterations)}
+
+
+class TwoOptimizers(keras.Model):
+    """A small GAN: two optimizers in a train_step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = dense(6), dense(1)
+        self.generator_loss = keras.metrics.Mean(name="generator")
+        self.critic_loss = keras.metrics.Mean(name="critic")
+
+    def compile(self) -> None:
+        super().compile(jit_compile=False)
+        self.generator_optimizer = optimizers.Adam(1e-2, clipnorm=0.1)
+        self.critic_optimizer = optimizers.SGD(0.05, momentum=0.9)
+        self.crossentropy = losses.BinaryCrossentropy(from_logits=True)
+
+    @property
+    def metrics(self) -> list:
+        return [self.generator_loss, self.critic_loss]
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        ones, zeros = tf.ones((tf.shape(x)[0], 1)), tf.zeros((tf.shape(x)[0], 1))
+        with tf.GradientTape() as tape:
+            judged = self.critic(tf.concat([x, self.generator(x)], 0))
+            critic_loss = self.crossentropy(tf.concat([ones, zeros], 0), judged)
+        weights = self.critic.trainable_weights
+        self.critic_optimizer.apply_gradients(zip(tape.gradient(critic_loss, weights), weights, strict=True))
+        with tf.GradientTape() as tape:
+            made = self.generator(x)
+            loss = self.crossentropy(ones, self.critic(made)) + tf.reduce_mean((made[:, :1] - y) ** 2)
+        weights = self.generator.trainable_weights
+        self.generator_optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        self.generator_loss.update_state(loss)
+        self.critic_loss.update_state(critic_loss)
+        return {"generator": self.generator_loss.result(), "critic": self.critic_loss.result(), "raw": critic_loss}
+
+
+@case
+def two_optimizers(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = TwoOptimizers()
+        model.compile()
+        model.built = True
+    return fitted(model, x, y, batch_size=13)
+
+
+# -- state
+
+
+def _batch_norm(synchronized: bool) -> keras.Model:
+    norm = {"momentum": 0.8, "synchronized": synchronized}
+    return keras.Sequential(
+        [
+            keras.Input((6,)),
+            layers.Dense(8, use_bias=False),
+            layers.BatchNormalization(**norm),
+            layers.Activation("tanh"),
+            layers.Dense(8, use_bias=False),
+            layers.BatchNormalization(**norm),
+            layers.Dense(1),
+        ]
+    )
+
+
+@case
+def batch_norm_synchronized(run: Run) -> dict:
+    return trained(
+        run,
+        optimizer=lambda: optimizers.SGD(0.05),
+        model=lambda: _batch_norm(True),
+        epochs=3,
+        validation_data=regression(9, 3),
+        predict=regression(9, 2)[0],
+    )
+
+
+@case
+def batch_norm_synchronized_with_few_rows(run: Run) -> dict:
+    return trained(
+        run, optimizer=lambda: optimizers.SGD(0.05), model=lambda: _batch_norm(True), rows=5, batch_size=2, epochs=3
+    )
+
+
+@case
+def batch_norm_plain(run: Run) -> dict:
+    return trained(
+        run, optimizer=lambda: optimizers.SGD(0.05), model=lambda: _batch_norm(False), rows=48, batch_size=24
+    )
+
+
+@case
+def dropout(run: Run) -> dict:
+    def model() -> keras.Model:
+        return keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dropout(0.5, seed=3), layers.Dense(1)])
+
+    return trained(run, model=model, rows=48, batch_size=12)
+
+
+# -- ways to run
+
+
+@case
+def several_steps_per_execution(run: Run) -> dict:
+    return trained(
+        run,
+        batch_size=6,
+        validation_data=regression(11, 1),
+        compile_arguments={"steps_per_execution": 3, "jit_compile": False},
+    )
+
+
+@case
+def eagerly(run: Run) -> dict:
+    return trained(run, epochs=1, metrics=["mae"], compile_arguments={"run_eagerly": True})
+
+
+class StopAt(keras.callbacks.Callback):
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == self.batch:
+            self.model.stop_training = True
+
+
+@case
+def stopped_by_one_task(run: Run) -> dict:
+    """A callback stops on the last task alone: all stop at the same step."""
+    x, y = regression(48)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    callbacks = [StopAt(2)] if run.is_plain or run.is_last else []
+    history = model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+    return {"iterations": np.array(model.optimizer.iterations), "loss": np.array(history.history["loss"])}
+
+
+@case
+def terminated_on_nan(run: Run) -> dict:
+    x, y = regression(48)
+    x[20] = np.nan
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    callbacks = [keras.callbacks.TerminateOnNaN()]
+    model.fit(x, y, batch_size=8, epochs=3, verbose=0, shuffle=False, callbacks=callbacks)
+    return {"iterations": np.array(model.optimizer.iterations)}
+
+
+@case
+def early_stopping_and_plateau(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile(optimizers.SGD(0.2), "mse", jit_compile=False)
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.3, min_delta=0.01),
+        keras.callbacks.EarlyStopping(patience=4, restore_best_weights=True),
+    ]
+    validation = regression(9, 1)
+    result = fitted(model, x, y, batch_size=13, epochs=12, callbacks=callbacks, validation_data=validation)
+    return {**result, "learning rate": np.array(model.optimizer.learning_rate)}
+
+
+@case
+def fit_twice(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    first = fitted(model, x, y, batch_size=13)
+    model.compile(optimizers.SGD(0.01), "mae", jit_compile=False)
+    second = fitted(model, x, y, batch_size=7)
+    return {**{f"first {k}": v for k, v in first.items()}, **second}

@@ -1,0 +1,206 @@
+"""Private names of Keras: the only place that imports or overrides them.
+
+Read in Keras 3.15.1; the oldest release this is tested with is 3.12.0. Each override is inert unless a step of ours is
+being traced, so a plain model in the same process runs Keras' own code.
+
+`missing()` names what a Keras release no longer has; `create_strategy` refuses to start then, and a test fails.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+READ_IN = "3.15.1"
+
+
+@dataclass(frozen=True)
+class Name:
+    """One private name: where it lives and what breaks for us without it."""
+
+    module: str
+    path: str
+    why: str
+
+    def find(self) -> Any:
+        found: Any = import_module(self.module)
+        for part in self.path.split("."):
+            found = getattr(found, part)
+        return found
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.path}"
+
+
+def _name(module: str, path: str, why: str) -> Name:
+    return Name(f"keras.src.{module}", path, why)
+
+
+# What our loop calls.
+TRAINER = _name("backend.tensorflow.trainer", "TensorFlowTrainer", "fit, evaluate and predict of every Keras model")
+CALLBACK_LIST = _name("callbacks.callback_list", "CallbackList", "Keras' own dispatch of callbacks")
+GET_ADAPTER = _name("trainers.data_adapters", "get_data_adapter", "reads x, y, sample_weight as Keras does")
+ARRAY_ADAPTER = _name("trainers.data_adapters.array_data_adapter", "ArrayDataAdapter", "tells arrays from datasets")
+DATASET_ADAPTER = _name("trainers.data_adapters.tf_dataset_adapter", "TFDatasetAdapter", "tells datasets from the rest")
+TO_SLICEABLE = _name("trainers.data_adapters.array_slicing", "convert_to_sliceable", "arrays as tf.data takes them")
+SPARSE_WRAPPER = _name(
+    "trainers.data_adapters.array_slicing", "TensorflowSparseWrapper", "a sparse tensor that can be indexed by row"
+)
+SLICE_SPARSE = _name("trainers.data_adapters.array_slicing", "slice_tensorflow_sparse_wrapper", "rows of such a tensor")
+SPLIT = _name("trainers.data_adapters.array_slicing", "train_validation_split", "validation_split as Keras does it")
+UNPACK = _name("trainers.data_adapters.data_adapter_utils", "unpack_x_y_sample_weight", "(x, y, sample_weight)")
+PYTHONIFY = _name("utils.python_utils", "pythonify_logs", "logs as floats, nested ones flattened")
+OUTPUT_SPEC = _name("backend", "compute_output_spec", "builds a model without running it")
+TREE = _name("tree", "map_structure", "maps None as Keras does")
+GLOBAL_STATE = _name("backend.common.global_state", "set_global_attribute", "leaves a stateless scope for a moment")
+TRACEBACK = _name("utils.traceback_utils", "filter_traceback", "the same short tracebacks as Keras")
+MAX_EPOCHS = _name("backend.config", "max_epochs", "the debugging caps of KERAS_MAX_EPOCHS")
+MAX_STEPS = _name("backend.config", "max_steps_per_epoch", "the debugging caps of KERAS_MAX_STEPS_PER_EPOCH")
+RANDOM_SEED = _name("utils.rng_utils", "get_random_seed", "whether the script set a seed")
+
+# What our loop asks of a model: attributes, so only checked on the class.
+MODEL_NAMES = tuple(
+    _name("trainers.trainer", f"Trainer.{name}", why)
+    for name, why in (
+        ("_assert_compile_called", "the same error as Keras for a model that is not compiled"),
+        ("_flatten_metrics_in_order", "evaluate returns a list in Keras' order"),
+        ("_should_eval", "validation_freq"),
+        ("_symbolic_build", "builds model, loss, metrics and optimizer before the first step"),
+    )
+)
+
+# What we override while a step of ours is traced.
+OPTIMIZER_APPLY = (
+    _name("optimizers.base_optimizer", "BaseOptimizer.apply", "gradients are summed over tasks before all else"),
+    _name("optimizers.loss_scale_optimizer", "LossScaleOptimizer.apply", "the sum comes before the finite check"),
+)
+CLIP = _name(
+    "optimizers.base_optimizer", "BaseOptimizer._clip_gradients", "accumulated gradients are summed once per k"
+)
+CHECK_FINITE = _name(
+    "optimizers.loss_scale_optimizer", "LossScaleOptimizer.check_finite", "all tasks skip a step, or none"
+)
+REDUCE_VALUES = _name("losses.loss", "reduce_values", "losses that are no mean over rows")
+APPLY_MASK = _name("losses.loss", "apply_mask", "a masked mean divides by the valid values of all tasks")
+MEAN_UPDATE = _name("metrics.reduction_metrics", "Mean.update_state", "a scalar per batch weighs by the task's share")
+SEED_NEXT = _name("random.seed_generator", "SeedGenerator.next", "each task draws its own numbers")
+MOMENTS_SYNC = _name("backend.tensorflow.nn", "_compute_moments_sync", "synchronized batch statistics")
+OVERRIDDEN = (*OPTIMIZER_APPLY, CLIP, CHECK_FINITE, REDUCE_VALUES, APPLY_MASK, MEAN_UPDATE, SEED_NEXT, MOMENTS_SYNC)
+
+CALLED = tuple(value for value in list(globals().values()) if isinstance(value, Name) and value not in OVERRIDDEN)
+ALL = (*CALLED, *MODEL_NAMES, *OVERRIDDEN)
+
+
+def trainer_method(method: str) -> Name:
+    """Returns the public method of the class that every Keras model derives from."""
+    return Name(TRAINER.module, f"{TRAINER.path}.{method}", TRAINER.why)
+
+
+def missing() -> list[Name]:
+    """Returns the private names that the installed Keras does not have."""
+
+    def lacks(name: Name) -> bool:
+        try:
+            name.find()
+        except (ImportError, AttributeError):
+            return True
+        return False
+
+    return [name for name in ALL if lacks(name)]
+
+
+def override(name: Name, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a function or method by `make(the original)`."""
+    owner_path, _, attribute = name.path.rpartition(".")
+    owner = Name(name.module, owner_path, name.why).find() if owner_path else import_module(name.module)
+    original = getattr(owner, attribute)
+    setattr(owner, attribute, functools.wraps(original)(make(original)))
+
+
+@contextmanager
+def outside_stateless_scope() -> Iterator[None]:
+    """Variables made inside really exist, also while a StatelessScope is open around."""
+    from keras.src.backend.common import global_state
+
+    scope = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", scope)
+
+
+def native(variable: Any) -> Any:
+    """Returns the tf.Variable behind a keras.Variable, also inside a StatelessScope."""
+    return variable._value
+
+
+def assign_native(variable: Any, value: Any) -> None:
+    """Assigns to a keras.Variable past any StatelessScope."""
+    variable._direct_assign(value)
+
+
+def strategy_of(model: Any) -> Any:
+    """Returns the tf.distribute strategy in whose scope the model was made, or None."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def initial_epoch(model: Any) -> int | None:
+    """Returns the epoch that BackupAndRestore asks `fit` to begin with, and forgets it.
+
+    Keras keeps it on the model, so that a later `fit(epochs=n)` silently runs no epoch.
+    """
+    epoch = getattr(model, "_initial_epoch", None)
+    model._initial_epoch = None
+    return epoch
+
+
+def array_inputs(adapter: Any) -> tuple[Any, int, int]:
+    """Returns (inputs, rows, batch size) of an ArrayDataAdapter."""
+    return adapter._inputs, adapter._num_samples, adapter._batch_size
+
+
+def optimizer_strategy(optimizer: Any) -> Any:
+    """Returns the strategy in whose scope the optimizer was made."""
+    return optimizer._distribution_strategy
+
+
+def set_optimizer_strategy(optimizer: Any, strategy: Any) -> None:
+    optimizer._distribution_strategy = strategy
+
+
+def trainable_variables(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built for."""
+    return optimizer._trainable_variables
+
+
+def compiled_loss(model: Any) -> Any:
+    """Returns an object that is another one once the model has been compiled again."""
+    return getattr(model, "_compile_loss", None)
+
+
+def symbolic_build(model: Any, batch: Any) -> None:
+    """Builds what is not built yet (layers, loss, metrics, optimizer) from a batch of KerasTensors."""
+    model._symbolic_build(data_batch=batch)
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Returns the model's layers, nested ones too."""
+    return list(model._flatten_layers())
+
+
+def assert_compiled(model: Any, method: str) -> None:
+    model._assert_compile_called(method)
+
+
+def should_evaluate(model: Any, epoch: int, frequency: Any) -> bool:
+    return model._should_eval(epoch, frequency)
+
+
+def metrics_in_order(model: Any, logs: dict[str, Any]) -> Any:
+    """Returns logs as `evaluate` returns them without `return_dict`."""
+    return model._flatten_metrics_in_order(logs)

@@ -1,0 +1,161 @@
+"""Private names of TensorFlow: the only place that imports them.
+
+Read in TensorFlow 2.21.0; the oldest release this is tested with is 2.19.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.distribute import distribute_lib, one_device_strategy, values
+from tensorflow.python.eager import context
+from tensorflow.python.framework import ops
+
+READ_IN = "2.21.0"
+
+
+def is_initialized() -> bool:
+    """Whether TensorFlow's runtime has started, after which no cluster can be joined."""
+    return context.context()._context_handle is not None
+
+
+@contextmanager
+def outside_strategy() -> Iterator[None]:
+    """Code inside sees no strategy, also when called in some `strategy.scope()`.
+
+    Keras then behaves as in one process: no loss scaling by 1/N, no merge_call.
+    """
+    if not tf.distribute.has_strategy():
+        yield
+        return
+    graph = ops.get_default_graph()
+    creators = graph._variable_creator_stack  # the scope's own: variables made inside are plain ones
+    distribute_lib._push_per_thread_mode(distribute_lib._DefaultReplicaThreadMode())
+    graph._variable_creator_stack = []
+    try:
+        yield
+    finally:
+        graph._variable_creator_stack = creators
+        distribute_lib._pop_per_thread_mode()
+
+
+def local_component(variable: Any) -> Any:
+    """Returns this task's own part of a variable (a plain variable is its own part).
+
+    An on-read variable (a metric's) sums over all tasks when it is read as a whole: a hidden collective.
+    """
+    return variable.values[0] if isinstance(variable, values.DistributedValues) else variable
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """Returns the argument of the pipeline's last `batch` step; None where later steps may have changed it."""
+    while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset", "_RepeatDataset", "_CacheDataset"):
+        dataset = dataset._input_dataset
+    size = getattr(dataset, "_batch_size", None)
+    return None if size is None else int(tf.get_static_value(size))
+
+
+def configure_coordination_service(
+    jobs: dict[str, int], *, heartbeat_timeout_s: float, register_timeout_s: float
+) -> None:
+    """Sets the time-outs of the service that MultiWorkerMirroredStrategy starts; call before the strategy.
+
+    A strategy that finds the service configured keeps it (collective_all_reduce_strategy.py, _initialize_multi_worker).
+    """
+    leader = "chief" if "chief" in jobs else "worker"
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=f"/job:{leader}/replica:0/task:0",
+        heartbeat_timeout_in_ms=int(heartbeat_timeout_s * 1000),
+        cluster_register_timeout_in_ms=int(register_timeout_s * 1000),
+        coordinated_jobs=[
+            context.coordination_config_pb2.CoordinatedJob(name=name, num_tasks=count) for name, count in jobs.items()
+        ],
+    )
+
+
+Sum = Callable[[Sequence[tf.Tensor]], list[tf.Tensor]]
+
+
+class SynchronousExtended(one_device_strategy.OneDeviceExtended):
+    """One device in this task; what crosses tasks goes through two functions.
+
+    Args:
+        strategy: The strategy this belongs to.
+        device: Where variables live, e.g. "/CPU:0".
+        size: Number of tasks.
+        index: This task's position among them.
+        all_sum: Tensors in every task -> their sums in every task.
+        from_chief: A tensor in every task -> the chief's in every task.
+    """
+
+    def __init__(self, strategy: Any, device: str, size: int, index: int, all_sum: Sum, from_chief: Callable) -> None:
+        super().__init__(strategy, device)
+        self._size, self._index, self._all_sum, self._from_chief = size, index, all_sum, from_chief
+
+    @property
+    def _num_replicas_in_sync(self) -> int:
+        return self._size
+
+    def _use_merge_call(self) -> bool:
+        return False
+
+    def _get_local_replica_id(self, replica_id_in_sync_group: int) -> int:
+        return 0  # one component in this task, whatever its number among all
+
+    def _in_multi_worker_mode(self) -> bool:
+        return self._size > 1
+
+    def _call_for_each_replica(self, fn: Callable, args: Any, kwargs: Any) -> Any:
+        with tf.device(self._device), distribute_lib.ReplicaContext(self._container_strategy(), self._index):
+            return fn(*args, **kwargs)
+
+    def _reduce(self, op: Any, value: Any) -> Any:
+        local = tf.nest.map_structure(lambda v: tf.convert_to_tensor(local_component(v)), value)
+        sums = self._all_sum(tf.nest.flatten(local))
+        if str(op).upper().endswith("MEAN"):
+            sums = [s / tf.cast(self._size, s.dtype) for s in sums]
+        return tf.nest.pack_sequence_as(local, sums)
+
+    def _replica_ctx_all_reduce(self, op: Any, value: Any, options: Any = None) -> Any:
+        return self._reduce(op, value)
+
+    def _reduce_to(self, op: Any, value: Any, destinations: Any, options: Any) -> Any:
+        return self._reduce(op, value)
+
+    def read_var(self, replica_local_var: Any) -> tf.Tensor:
+        return self._reduce("SUM", [replica_local_var])[0]
+
+    def _create_variable(self, next_creator: Callable, **kwargs: Any) -> Any:
+        initial, dtype = kwargs["initial_value"], kwargs.get("dtype")
+
+        def chiefs(*args: Any, **more: Any) -> tf.Tensor:
+            value = initial(*args, **more) if callable(initial) else initial
+            return self._from_chief(tf.convert_to_tensor(value, dtype=dtype))
+
+        if self._size > 1:
+            kwargs["initial_value"] = chiefs
+        variable = super()._create_variable(next_creator, **kwargs)
+        if self._size > 1 and kwargs.get("synchronization") == tf.VariableSynchronization.ON_READ:
+            return values.SyncOnReadVariable(self._container_strategy(), [variable], kwargs.get("aggregation"))
+        return variable
+
+    def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
+        if self._size == 1:
+            return super()._experimental_distribute_dataset(dataset, options)
+        return dataset.map(self._share)
+
+    def _share(self, *batch: Any) -> Any:
+        """This task's contiguous rows of a global batch."""
+        rows = tf.shape(tf.nest.flatten(batch)[0])[0]
+        low, high = rows * self._index // self._size, rows * (self._index + 1) // self._size
+        part = tf.nest.map_structure(lambda t: t[low:high], batch)
+        return part if len(batch) > 1 else part[0]
+
+    def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
+        if self._size == 1:
+            return super()._distribute_datasets_from_function(dataset_fn, options)
+        return dataset_fn(tf.distribute.InputContext(self._size, self._index, self._size))

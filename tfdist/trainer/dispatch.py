@@ -1,0 +1,84 @@
+"""One thin override of Keras' `fit`, `evaluate` and `predict`: models of our strategies go to our loop.
+
+Every other model runs Keras' own code. It works for Sequential, Functional and subclassed models alike and changes
+neither saving nor cloning nor class names.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.errors import StrategyError, UnsupportedError
+from tfdist.internals import keras as internals
+from tfdist.trainer import hooks, loop
+from tfdist.trainer.synchronous import SynchronousEngine
+
+_engines: weakref.WeakKeyDictionary[Any, SynchronousEngine | str] = weakref.WeakKeyDictionary()
+_installed = False
+
+
+def register(strategy: tf.distribute.Strategy, engine: SynchronousEngine | str) -> None:
+    """Sends models made in the scope of `strategy` to `engine`; a string is the reason why they can't be trained."""
+    _install()
+    _engines[strategy] = engine
+
+
+def _engine_for(model: Any, method: str) -> SynchronousEngine | None:
+    strategy = internals.strategy_of(model)
+    engine = None if strategy is None else _engines.get(strategy)
+    if isinstance(engine, str):
+        raise UnsupportedError(f"model.{method}: {engine}")
+    if engine is None and method in ("fit", "train_on_batch"):
+        shared = next((e for e in _engines.values() if isinstance(e, SynchronousEngine) and e.size > 1), None)
+        if shared is not None:
+            raise StrategyError(
+                f"model.{method}: {model.name} was made outside the strategy's scope, so each of the {shared.size} "
+                "tasks would train its own copy. Make and compile it inside:\n"
+                "    with strategy.scope():\n        model = ...\n        model.compile(...)"
+            )
+    return engine
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    hooks.install(lambda strategy: strategy in _engines)
+    for method in ("fit", "evaluate", "predict"):
+        internals.override(internals.trainer_method(method), _send_to_loop(method))
+    for method in ("train_on_batch", "test_on_batch", "predict_on_batch"):
+        internals.override(internals.trainer_method(method), _refuse_for_several(method))
+
+
+def _send_to_loop(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    ours = internals.TRACEBACK.find()(getattr(loop, method))
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            engine = _engine_for(self, method)
+            return original(self, *args, **kwargs) if engine is None else ours(engine, self, *args, **kwargs)
+
+        return dispatched
+
+    return make
+
+
+def _refuse_for_several(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+            engine = _engine_for(self, method)
+            if engine is not None and engine.size > 1:
+                raise UnsupportedError(
+                    f"model.{method} is not supported on {engine.size} tasks yet; use "
+                    "fit(x, y, batch_size=len(x)), evaluate or predict, which split the batch over the tasks"
+                )
+            return original(self, *args, **kwargs)
+
+        return dispatched
+
+    return make

@@ -1,0 +1,108 @@
+"""Where Keras would use a task's part as if it were the whole batch: each place asks the step being traced.
+
+Installed once, when the first strategy is made. Without a step of ours in the calling thread every hook runs the
+original, so other models in the process never notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from tfdist.internals import keras as internals
+from tfdist.trainer.step import active, build_in_scope
+
+_is_ours: Callable[[Any], bool] = lambda strategy: False  # noqa: E731
+
+
+def install(is_ours: Callable[[Any], bool]) -> None:
+    """Puts the hooks in place; called once. `is_ours` tells our strategies from others."""
+    global _is_ours
+    _is_ours = is_ours
+    for name in internals.OPTIMIZER_APPLY:
+        internals.override(name, _apply)
+    internals.override(internals.CLIP, _clip_gradients)
+    internals.override(internals.CHECK_FINITE, _check_finite)
+    internals.override(internals.REDUCE_VALUES, _reduce_values)
+    internals.override(internals.APPLY_MASK, _apply_mask)
+    internals.override(internals.MEAN_UPDATE, _mean_update)
+    internals.override(internals.SEED_NEXT, _next_seed)
+    internals.override(internals.MOMENTS_SYNC, _moments)
+
+
+def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        step = active()
+        if step is None:
+            if not self.built and _is_ours(internals.optimizer_strategy(self)) and not tf.distribute.has_strategy():
+                trainable_variables = None if trainable_variables is None else list(trainable_variables)
+                build_in_scope(self, trainable_variables)
+            return original(self, grads, trainable_variables)
+        return step.apply(self, original, grads, trainable_variables)
+
+    return apply
+
+
+def _clip_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
+    def clip(self: Any, grads: Any) -> Any:
+        step = active()
+        return original(self, grads if step is None else step.sum_accumulated(grads))
+
+    return clip
+
+
+def _check_finite(original: Callable[..., Any]) -> Callable[..., Any]:
+    def check_finite(self: Any, grads: Any) -> Any:
+        step, finite = active(), original(self, grads)
+        return finite if step is None else step.all_finite(finite)
+
+    return check_finite
+
+
+def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
+    def reduce_values(values: Any, sample_weight: Any = None, reduction: str | None = "sum_over_batch_size") -> Any:
+        step, loss = active(), original(values, sample_weight, reduction)
+        return loss if step is None else step.correct_loss(loss, values, sample_weight, reduction)
+
+    return reduce_values
+
+
+def _apply_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    def apply_mask(sample_weight: Any, mask: Any, dtype: Any, reduction: str | None) -> Any:
+        step, weights = active(), original(sample_weight, mask, dtype, reduction)
+        return weights if step is None else step.correct_mask(weights, mask, reduction)
+
+    return apply_mask
+
+
+def _mean_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        step = active()
+        if step is not None and sample_weight is None and _is_scalar(values):
+            sample_weight = step.share("float32")  # one number for the batch: this task's is a part of it
+        return original(self, values, sample_weight)
+
+    return update_state
+
+
+def _is_scalar(values: Any) -> bool:
+    shape = getattr(values, "shape", ())
+    return getattr(shape, "rank", len(shape) if isinstance(shape, tuple) else None) == 0
+
+
+def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def next_seed(self: Any, ordered: bool = True) -> Any:
+        step, seed = active(), original(self, ordered)
+        return seed if step is None else step.own_seed(seed)
+
+    return next_seed
+
+
+def _moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def moments(x: Any, axes: Any, keepdims: bool) -> Any:
+        step = active()
+        return original(x, axes, keepdims) if step is None else step.moments(x, axes, keepdims)
+
+    return moments

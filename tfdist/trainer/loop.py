@@ -1,0 +1,305 @@
+"""The loop: epochs, steps, callbacks, validation, logs and History, as Keras' own, over an engine.
+
+It knows nothing of devices or messages. Signatures and meaning are those of `keras.Model.fit`, `evaluate` and
+`predict`; `batch_size` and a dataset's batches are global batches.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfdist.internals import keras as internals
+from tfdist.trainer.callbacks import for_this_task
+from tfdist.trainer.inputs import Input
+from tfdist.trainer.synchronous import SynchronousEngine
+from tfdist.trainer.watchdog import Watchdog
+
+logger = logging.getLogger(__name__)
+
+
+def fit(
+    engine: SynchronousEngine,
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    epochs: int = 1,
+    verbose: Any = "auto",
+    callbacks: Any = None,
+    validation_split: float = 0.0,
+    validation_data: Any = None,
+    shuffle: Any = True,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    initial_epoch: int = 0,
+    steps_per_epoch: int | None = None,
+    validation_steps: int | None = None,
+    validation_batch_size: int | None = None,
+    validation_freq: Any = 1,
+) -> keras.callbacks.History:
+    """Trains the model on all tasks of the engine; see `keras.Model.fit`."""
+    internals.assert_compiled(model, "fit")
+    cap = internals.MAX_EPOCHS.find()()
+    if cap and cap < epochs:
+        warnings.warn(f"Limiting epochs to {cap}", stacklevel=3)
+        epochs = cap
+    with engine.errors():
+        if validation_split and validation_data is None:
+            (x, y, sample_weight), validation_data = internals.SPLIT.find()(
+                (x, y, sample_weight), validation_split=validation_split
+            )
+        data = engine.input(
+            x,
+            y,
+            sample_weight,
+            model=model,
+            batch_size=batch_size,
+            steps=steps_per_epoch,
+            shuffle=shuffle,
+            class_weight=class_weight,
+        )
+        validation = None
+        if validation_data is not None:
+            vx, vy, vw = internals.UNPACK.find()(validation_data)
+            validation = engine.input(
+                vx, vy, vw, batch_size=validation_batch_size or batch_size, steps=validation_steps
+            )
+        engine.require_same(
+            "fit",
+            {
+                "epochs": epochs,
+                "initial_epoch": initial_epoch,
+                "steps_per_execution": model.steps_per_execution,
+                **data.summary(""),
+                **(validation.summary("validation ") if validation else {}),
+                "validation_freq": validation_freq if validation else None,
+            },
+        )
+        engine.prepare(model, data, training=True)
+        engine.warn(model)
+        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=epochs, steps=data.steps, history=True)
+        model.stop_training = False
+        callbacks.on_train_begin()
+        # After on_train_begin, where BackupAndRestore loads: on the chief only.
+        engine.share_variables(model, optimizer=True)
+        first_epoch = engine.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
+        if verbose != 0:
+            _log_plan(engine, data)
+        function = engine.function(model, "train")
+        training_logs: dict[str, Any] | None = None
+        for epoch in range(first_epoch, epochs):
+            engine.reset_metrics(model)
+            callbacks.on_epoch_begin(epoch)
+            logs = _run_epoch(
+                engine,
+                model,
+                function,
+                data,
+                epoch,
+                callbacks.on_train_batch_begin,
+                callbacks.on_train_batch_end,
+                lambda: model.stop_training,
+            )
+            epoch_logs = dict(engine.results(model, logs))
+            if validation is not None and internals.should_evaluate(model, epoch, validation_freq):
+                value = _evaluate(engine, model, validation, callbacks)
+                epoch_logs.update({f"val_{name}": number for name, number in value.items()})
+            callbacks.on_epoch_end(epoch, epoch_logs)
+            training_logs = epoch_logs
+            model.stop_training = engine.any(model.stop_training, "stop_training")
+            if model.stop_training:
+                break
+        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
+            model.optimizer.finalize_variable_values(model.trainable_weights)
+        callbacks.on_train_end(logs=training_logs)
+        internals.initial_epoch(model)
+    return model.history
+
+
+def evaluate(
+    engine: SynchronousEngine,
+    model: Any,
+    x: Any = None,
+    y: Any = None,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    sample_weight: Any = None,
+    steps: int | None = None,
+    callbacks: Any = None,
+    return_dict: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Returns loss and metrics over all rows, equal on every task; see `keras.Model.evaluate`."""
+    internals.assert_compiled(model, "evaluate")
+    if kwargs:
+        raise ValueError(f"Arguments not recognized: {kwargs}")
+    with engine.errors():
+        data = engine.input(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        engine.require_same("evaluate", data.summary(""))
+        engine.prepare(model, data, training=False)
+        engine.share_variables(model, optimizer=False)
+        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
+        logs = _evaluate(engine, model, data, callbacks)
+    return logs if return_dict else internals.metrics_in_order(model, logs)
+
+
+def _evaluate(engine: SynchronousEngine, model: Any, data: Input, callbacks: Any) -> dict[str, Any]:
+    model.stop_evaluating = False
+    callbacks.on_test_begin()
+    engine.reset_metrics(model)
+    logs = _run_epoch(
+        engine,
+        model,
+        engine.function(model, "test"),
+        data,
+        0,
+        callbacks.on_test_batch_begin,
+        callbacks.on_test_batch_end,
+        lambda: model.stop_evaluating,
+    )
+    logs = engine.results(model, logs)
+    callbacks.on_test_end(logs)
+    return logs
+
+
+def predict(
+    engine: SynchronousEngine,
+    model: Any,
+    x: Any,
+    batch_size: int | None = None,
+    verbose: Any = "auto",
+    steps: int | None = None,
+    callbacks: Any = None,
+) -> Any:
+    """Returns the outputs for every row, once and in order, on every task; see `keras.Model.predict`."""
+    with engine.errors():
+        data = engine.input(x, batch_size=batch_size, steps=steps)
+        engine.require_same("predict", data.summary(""))
+        if not model.built:
+            engine.build_by_calling(model, data)
+        engine.share_variables(model, optimizer=False)
+        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
+        function = engine.predict_function(model)
+        model.stop_predicting = False
+        callbacks.on_predict_begin()
+        batches: list[Any] = []
+
+        def run(iterator: Any, count: int) -> tuple[dict[str, Any], Any]:
+            parts: list[Any] = []
+            checksum = 0
+            for _ in range(count):
+                try:
+                    part, rows, _, checksum = next(iterator)
+                except (StopIteration, tf.errors.OutOfRangeError):
+                    if not parts:
+                        raise
+                    break
+                parts.append(engine.whole(function(part), int(rows)))
+            outputs = _concatenate(parts)
+            batches.append(outputs)
+            return {"outputs": outputs}, checksum
+
+        _run_epoch(
+            engine,
+            model,
+            run,
+            data,
+            0,
+            callbacks.on_predict_batch_begin,
+            callbacks.on_predict_batch_end,
+            lambda: model.stop_predicting,
+        )
+        callbacks.on_predict_end()
+    if not batches:
+        raise ValueError("predict: x holds no batch")
+    return _concatenate(batches)
+
+
+def _run_epoch(
+    engine: SynchronousEngine,
+    model: Any,
+    function: Callable[[Any, int], tuple[dict[str, Any], Any]],
+    data: Input,
+    epoch: int,
+    begin: Callable[[int], None],
+    end: Callable[[int, Any], None],
+    stopped: Callable[[], bool],
+) -> dict[str, Any]:
+    """Runs one pass; returns the logs of its last step."""
+    logs: dict[str, Any] = {}
+    step = 0
+    with Watchdog(engine.step_timeout_s) as watchdog:
+        for step, count, iterator in data.epoch(epoch, model.steps_per_execution):
+            begin(step)
+            try:
+                logs, checksum = function(iterator, count)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                data.ran_out(step)
+                break
+            if step == 0:
+                engine.check_first_batch(data, int(checksum))
+            end(step + model.steps_per_execution - 1, logs)
+            engine.progress(step + count)
+            watchdog.pat()
+            if engine.any(stopped(), "stop"):
+                break
+    return logs
+
+
+def _callback_list(
+    engine: SynchronousEngine,
+    model: Any,
+    callbacks: Any,
+    verbose: Any,
+    *,
+    epochs: int,
+    steps: Any,
+    history: bool = False,
+) -> Any:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return callbacks
+    return keras.callbacks.CallbackList(
+        for_this_task(callbacks, is_chief=engine.is_chief),
+        add_history=history,
+        add_progbar=verbose != 0 and engine.is_chief,
+        verbose=verbose,
+        epochs=epochs,
+        steps=steps,
+        model=model,
+    )
+
+
+def _log_plan(engine: SynchronousEngine, data: Input) -> None:
+    if not engine.is_chief or engine.size == 1:
+        return
+    batch, n = data.global_batch_size, engine.size
+    split = "its rows split over the tasks"
+    if batch:
+        split = " + ".join(str(batch * (i + 1) // n - batch * i // n) for i in range(min(n, 8))) + (
+            " + ..." if n > 8 else ""
+        )
+    logger.info(
+        "training on %d tasks (%s); global batch %s = %s rows; %s steps per epoch%s",
+        n,
+        ", ".join(str(task) for task in engine.tasks[:8]) + (", ..." if n > 8 else ""),
+        batch or "of the dataset",
+        split,
+        data.steps or "an unknown number of",
+        f" over {data.rows:,} rows" if data.rows else "",
+    )
+
+
+def _concatenate(parts: Sequence[Any]) -> Any:
+    def join(*outputs: Any) -> Any:
+        if isinstance(outputs[0], tf.RaggedTensor):
+            return tf.concat(outputs, axis=0)
+        return np.concatenate([np.asarray(o) for o in outputs])
+
+    return parts[0] if len(parts) == 1 else keras.tree.map_structure(join, *parts)

@@ -1,0 +1,118 @@
+"""How sums cross tasks: tensors in every task -> their sums in every task.
+
+Three of the same shape: `Alone` (one task), `ThroughGroup` (NumPy over our own sockets: CPU) and `ThroughStrategy`
+(TensorFlow's collectives: NCCL on GPUs, its ring on CPU). All are used inside a traced step and eagerly alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from tfdist.collectives import Group
+
+
+class Reduction(Protocol):
+    """What the engine asks of a way to add up."""
+
+    size: int
+    index: int
+
+    def sum(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
+        """Returns the sum over tasks of each tensor; shapes and dtypes are those of the arguments."""
+
+    def gather(self, slices: tf.IndexedSlices, live: tf.Tensor, tag: str) -> tf.IndexedSlices:
+        """Returns the rows of all tasks in task order; a task that is not `live` adds none."""
+
+
+class Alone:
+    """One task: every sum is its only term."""
+
+    size, index = 1, 0
+
+    def sum(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
+        return list(tensors)
+
+    def gather(self, slices: tf.IndexedSlices, live: tf.Tensor, tag: str) -> tf.IndexedSlices:
+        return slices
+
+
+class ThroughGroup:
+    """Sums NumPy views of the tensors through a `collectives.Group`.
+
+    Attributes:
+        failure: What the group raised while TensorFlow ran the step. TensorFlow turns it into an error of its own,
+            so the loop looks here for the one to show.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.size, self.index = group, group.size, group.index
+        self.failure: Exception | None = None
+
+    def _remember(self, error: Exception) -> None:
+        self.failure = self.failure or error
+
+    def sum(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
+        tensors = [tf.convert_to_tensor(t) for t in tensors]
+
+        def on_host(*arrays: np.ndarray) -> list[np.ndarray]:
+            try:
+                return self.group.all_reduce([np.asarray(a) for a in arrays], op="sum", tag=tag)
+            except Exception as error:
+                self._remember(error)
+                raise
+
+        sums = tf.numpy_function(on_host, tensors, [t.dtype for t in tensors])
+        sums = list(sums) if isinstance(sums, (list, tuple)) else [sums]
+        for total, tensor in zip(sums, tensors, strict=True):
+            total.set_shape(tensor.shape)
+        return sums
+
+    def gather(self, slices: tf.IndexedSlices, live: tf.Tensor, tag: str) -> tf.IndexedSlices:
+        def on_host(values: np.ndarray, indices: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            try:
+                kept = slice(None) if live else slice(0)
+                all_values = self.group.all_gather(values[kept], tag=f"{tag} values")
+                all_indices = self.group.all_gather(indices[kept], tag=f"{tag} indices")
+            except Exception as error:
+                self._remember(error)
+                raise
+            return np.concatenate(all_values), np.concatenate(all_indices)
+
+        values, indices = tf.numpy_function(
+            on_host, [slices.values, slices.indices, live], [slices.values.dtype, slices.indices.dtype]
+        )
+        values.set_shape([None, *slices.values.shape[1:]])
+        indices.set_shape([None])
+        return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+class ThroughStrategy(ThroughGroup):
+    """Sums gradients with TensorFlow's own collectives, so that on GPUs they never leave the devices.
+
+    Small host-side values (flags, row counts) still go through the group.
+    """
+
+    def __init__(self, group: Group, strategy: tf.distribute.Strategy) -> None:
+        super().__init__(group)
+        self._strategy = strategy
+
+    def sum(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
+        def reduce(*local: tf.Tensor) -> Any:
+            # Made inside the replica function, or TensorFlow says "destinations can not be empty".
+            mine = [tf.identity(t) for t in local]
+            return tf.distribute.get_replica_context().all_reduce("SUM", mine)
+
+        return list(self._strategy.run(reduce, args=tuple(tf.convert_to_tensor(t) for t in tensors)))
+
+    def gather(self, slices: tf.IndexedSlices, live: tf.Tensor, tag: str) -> tf.IndexedSlices:
+        kept = tf.where(live, tf.shape(slices.indices)[0], 0)
+        mine = tf.IndexedSlices(slices.values[:kept], slices.indices[:kept], slices.dense_shape)
+
+        def reduce(local: tf.IndexedSlices) -> Any:
+            return tf.distribute.get_replica_context().all_reduce("SUM", local)
+
+        return self._strategy.run(reduce, args=(mine,))

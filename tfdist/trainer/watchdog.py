@@ -1,0 +1,57 @@
+"""Ends a task whose step does not end, and says where it hangs.
+
+TensorFlow never notices a hang in Python: its heartbeats come from another thread. Peers only see a task that is alive
+and does not come.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from types import TracebackType
+
+from tfdist import process
+
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the launcher's code for time-outs
+
+
+class Watchdog:
+    """While it is open, `pat()` must be called every `timeout_s` seconds; the time to the first call is not limited.
+
+    So tracing, which comes with the first step, is not counted. When the time is over, the stacks of all threads go to
+    stderr and the process ends with code 75.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._last: float | None = None
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tfdist watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closed.set()
+
+    def pat(self) -> None:
+        """Says that a step has ended."""
+        self._last = time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(min(self._timeout_s / 4, 5.0)):
+            last = self._last
+            if last is None or time.monotonic() - last < self._timeout_s:
+                continue
+            message = f"no step ended within {self._timeout_s:g} s (step_timeout_s); the stacks of all threads follow"
+            print(f"tfdist: {message}", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+            process.report("error", error="step time-out", message=message)
+            sys.stderr.flush()
+            os._exit(EXIT_CODE)
