@@ -57,7 +57,15 @@ class GroupError(TfdistError, RuntimeError):
 
 
 class MeetingError(GroupError):
-    """The tasks did not find each other in time, or do not belong together."""
+    """The tasks did not find each other in time, or do not belong together.
+
+    Attributes:
+        timed_out: Whether time was all that was lacking.
+    """
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class PeerLostError(GroupError, ConnectionError):

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from tfdist import script
-from tfdist.errors import GroupError, MeetingError, PeerLostError, StrategyError
+from tfdist.errors import MeetingError, PeerLostError, StrategyError, WaitError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -377,9 +377,7 @@ def fail(error: BaseException, *, print_with: Any = None) -> NoReturn:
 def exit_code(error: BaseException) -> int:
     """Returns the exit code of a task that dies of `error`: 75 for a time-out of the group, else 1."""
     for link in _chain(error):
-        if isinstance(link, GroupError) and (
-            isinstance(link, TimeoutError) or isinstance(link.__cause__, TimeoutError)
-        ):
+        if isinstance(link, WaitError) or (isinstance(link, MeetingError) and link.timed_out):
             return EXIT_TIMEOUT
     return 1
 
@@ -438,7 +436,9 @@ def _is_about_others(error: BaseException) -> bool:
     if kind.__module__.startswith("tensorflow.") and kind.__name__ in _TENSORFLOW_PEER_ERRORS:
         return True
     # An error out of a TensorFlow op carries the Python error only as text.
-    return isinstance(error, (PeerLostError, MeetingError)) or "PeerLostError" in str(error)
+    if isinstance(error, MeetingError):
+        return not error.timed_out
+    return isinstance(error, PeerLostError) or "PeerLostError" in str(error)
 
 
 def _chain(error: BaseException) -> list[BaseException]:

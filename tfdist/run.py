@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from tfdist.launch.plan import Options
 
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 PREFIX = "TFDIST_RUN_"
 
 
@@ -88,6 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         return launch(options, os.environ)
+    except KeyboardInterrupt:
+        # Before the tasks, or after them.
+        return EXIT_INTERRUPTED
     except TfdistError as error:
         print(f"tfdist: {error}", file=sys.stderr)
         return 1

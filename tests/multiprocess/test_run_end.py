@@ -417,3 +417,12 @@ def test_a_reader_that_goes_away_ends_the_run(tmp_path):
         ended = finish(launcher)
     assert ended.code == 141, ended
     assert ended.seconds < 8
+
+
+def test_a_reader_that_stalls_does_not_stop_the_run_from_ending(tmp_path):
+    path = script(tmp_path, "mark(f'{os.getpid()}.pid')\nwhile True:\n    print('x' * 100)\n")
+    with started("--workers", 2, "--shutdown-timeout", 1, path) as launcher:
+        pids = pids_in(tmp_path, 2)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(15) == 143
+    assert not any(map(is_alive, pids))

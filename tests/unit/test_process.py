@@ -124,7 +124,7 @@ def chained(error, cause):
         (TimeoutError("of the script's own"), 1),
         (WaitError("late"), 75),
         (chained(RuntimeError("x"), WaitError("late")), 75),
-        (chained(MeetingError("nobody"), TimeoutError()), 75),
+        (MeetingError("nobody came", timed_out=True), 75),
     ],
 )
 def test_a_time_out_of_the_group_has_its_own_exit_code(error, code):

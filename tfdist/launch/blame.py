@@ -38,7 +38,7 @@ class Seen:
 
     Attributes:
         task: Which task.
-        code: Its exit code (-n for signal n), or None while it lives.
+        code: Its exit code (-n for signal n), or None while it lives and has not said goodbye.
         ended_at: When the launcher saw it end.
         stopped: Whether the launcher had asked it to end.
         words: What it said.

@@ -57,7 +57,7 @@ def failure_block(
     """Returns the lines that say which task failed first, how, and with which traceback."""
     first = next(task for task in tasks if task.task == verdict.task)
     if verdict.kind == "left":
-        end = f"left with exit code {first.code}{_at_step(first)}, while others still needed it"
+        end = f"left with exit code 0{_at_step(first)}, while others still needed it"
     elif first.code is None or (first.stopped and first.words is not None):
         end = describe_end(None if first.words is None else first.words.code)
     else:

@@ -386,6 +386,8 @@ class Supervisor:
             if isinstance(asked_s, (int, float)):
                 # A script may give its tasks more time than we were told.
                 self._start_timeout_s = max(self._start_timeout_s, asked_s)
+        elif kind == "bye":
+            task.has_left = message.get("code") == 0
         elif kind == "error":
             task.words = task.words or _words(message)
 

@@ -38,6 +38,7 @@ class TaskProcess:
         waiting_for: What it said it waits for, while it meets the others.
         step: The last step it reported.
         words: What it said of its own death.
+        has_left: Whether it said goodbye with code 0.
         greeted: Whether it has connected to the control socket, and so dumps its stacks on SIGUSR1.
     """
 
@@ -54,6 +55,7 @@ class TaskProcess:
         self.step: int | None = None
         self.words: Words | None = None
         self.greeted = False
+        self.has_left = False
         self._popen: subprocess.Popen[bytes] | None = None
         self._group_until = 0.0
         self._ptys: list[tuple[int, str]] = []
@@ -68,7 +70,9 @@ class TaskProcess:
 
     @property
     def seen(self) -> Seen:
-        return Seen(self.task, code=self.code, ended_at=self.ended_at, stopped=self.stopped, words=self.words)
+        # One that waits for its peers to end has left them all the same.
+        code = 0 if self.code is None and self.has_left else self.code
+        return Seen(self.task, code=code, ended_at=self.ended_at, stopped=self.stopped, words=self.words)
 
     def start(self, command: Sequence[str], pump: Pump, console: Console, *, pty: bool) -> None:
         """Starts the task. Must be called in the main thread: the parent-death signal comes when the thread dies."""
