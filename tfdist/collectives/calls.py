@@ -86,8 +86,11 @@ def parse_opening(opening: bytes | bytearray, peer: str) -> tuple[int, int, int]
 def mismatch(
     mine: Call, number: int, me: str, theirs: bytes | bytearray, their_number: int, peer: str
 ) -> MismatchError:
-    """Returns the error that names both tasks' calls, the lower task first as given by the caller."""
-    kind, tag, detail, arrays, size = _parse(theirs, peer)
+    """Returns the error that names both tasks' calls."""
+    try:
+        kind, tag, detail, arrays, size = _parse(theirs)
+    except (ValueError, TypeError, RecursionError):
+        return MismatchError(f"{peer} sent a call that can not be read: {bytes(theirs[:200])!r}")
     text = f"{me} called {_words(mine.kind, mine.tag, mine.detail, mine.arrays, mine.size)}, "
     text += f"{peer} called {_words(kind, tag, detail, arrays, size)}"
     if number != their_number:
@@ -100,12 +103,9 @@ def mismatch(
     return MismatchError(f"{text}. All tasks must make the same calls in the same order")
 
 
-def _parse(description: bytes | bytearray, peer: str) -> tuple[str, str, str, list[str], int]:
-    try:
-        kind, tag, detail, arrays, size = json.loads(description)
-        return str(kind)[:80], str(tag)[:MAX_TAG], str(detail)[:80], [str(array) for array in arrays], int(size)
-    except (ValueError, TypeError, RecursionError):
-        raise MismatchError(f"{peer} sent a call that can not be read: {bytes(description[:200])!r}") from None
+def _parse(description: bytes | bytearray) -> tuple[str, str, str, list[str], int]:
+    kind, tag, detail, arrays, size = json.loads(description)
+    return str(kind)[:80], str(tag)[:MAX_TAG], str(detail)[:80], [str(array)[:200] for array in arrays], int(size)
 
 
 def _words(kind: str, tag: str, detail: str, arrays: Sequence[str], size: int) -> str:

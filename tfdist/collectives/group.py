@@ -29,7 +29,7 @@ from tfdist.errors import GroupError, MismatchError, PeerLostError, WaitError
 
 logger = logging.getLogger(__name__)
 
-# Up to this many bytes go to every peer in one round; larger arrays are summed in shares, in two rounds.
+# Up to this many bytes a task sends everything to every peer, in one round; more is summed in shares, in two rounds.
 ONE_ROUND_BYTES = 128 * 1024
 
 
@@ -120,7 +120,7 @@ class Group:
             self._known_calls[key] = call
         with self._calling(call) as opening:
             reduction = payload.Reduction(values, op, self.index, self.size, self._scratch)
-            if call.size <= ONE_ROUND_BYTES:
+            if call.size * (self.size - 1) <= ONE_ROUND_BYTES:
                 return reduction.in_one_round(opening, self._run, self._links)
             return reduction.in_shares(opening, self._run, self._links)
 

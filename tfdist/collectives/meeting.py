@@ -8,6 +8,7 @@ meeting is over for nobody before it is over for all.
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import socket
@@ -174,7 +175,7 @@ class _Meeting:
                 sock.connect(address)
                 if sock.getsockname() == sock.getpeername():
                     # TCP connects a socket to itself when the target happens to be its own temporary port.
-                    raise ConnectionRefusedError(111, "Connection refused")
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused")
                 return self._shake_hands(sock, wire.greet, channel)
             except OSError as failure:
                 error = failure
@@ -260,7 +261,7 @@ class _Meeting:
         while missing := self._missing():
             now = time.monotonic()
             if now >= self._deadline:
-                raise MeetingError(self._missing_text(missing))
+                raise MeetingError(self._missing_text(missing), timed_out=True)
             if now >= word_at:
                 word_at = now + NEXT_WORD_S
                 self._say_waiting(missing, now)

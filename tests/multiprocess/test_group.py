@@ -1,0 +1,318 @@
+"""Deaths, stops and signals, which only real processes show; without TensorFlow they start in a moment."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 30.0
+
+PRELUDE = """
+import os, signal, subprocess, sys, time
+import numpy as np
+from tfdist.cluster import Task
+from tfdist.collectives import exchange, meet, meeting
+from tfdist.errors import GroupError
+
+exchange.FIRST_WORD_S = meeting.FIRST_WORD_S = 0.2  # what a task waits for is on its stderr
+
+def say(*words):
+    print(*words, flush=True)
+
+def wait():
+    sys.stdin.readline()
+
+index, addresses, settings = int(sys.argv[1]), sys.argv[2].split(","), eval(sys.argv[3])
+tasks = [Task("worker", i) for i in range(len(addresses))]
+say("started")
+try:
+    group = meet(addresses, tasks, index, secret=b"secret", **{"start_timeout_s": 20, "step_timeout_s": 20, **settings})
+    say("met")
+    BODY
+except GroupError as error:
+    say(f"{type(error).__name__} for {getattr(error, 'task', None)} at {time.monotonic()}: {error}")
+    raise SystemExit(1)
+"""
+
+
+class Tasks:
+    """Processes that each run `body` with `group` in scope; stdin pokes them, stdout answers."""
+
+    def __init__(self, folder: Path, count: int, body: str, *, start: int | None = None, **settings: float) -> None:
+        script = folder / "task.py"
+        script.write_text(PRELUDE.replace("BODY", body.strip().replace("\n", "\n    ")))
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        addresses = ",".join(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
+        for sock in sockets:
+            sock.close()
+        self.output = [""] * count
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), str(index), addresses, repr(settings)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
+            )
+            for index in range(count if start is None else start)
+        ]
+
+    def expect(self, index: int, pattern: str, *, within_s: float = DEADLINE_S) -> re.Match[str]:
+        """Waits until the task's output holds the pattern."""
+        stdout = self.processes[index].stdout
+        assert stdout is not None
+        deadline = time.monotonic() + within_s
+        while not (match := re.search(pattern, self.output[index])):
+            readable, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(stdout.fileno(), 65536).decode() if readable else ""
+            assert piece, f"task {index} did not say {pattern!r}:\n{self.all_output()}"
+            self.output[index] += piece
+        return match
+
+    def poke(self, index: int) -> None:
+        stdin = self.processes[index].stdin
+        assert stdin is not None
+        stdin.write(b"\n")
+
+    def signal(self, index: int, number: signal.Signals) -> float:
+        """Sends a signal; returns when, on the clock of the tasks' own times."""
+        self.processes[index].send_signal(number)
+        return time.monotonic()
+
+    def ends(self, index: int, *, within_s: float = DEADLINE_S) -> int:
+        try:
+            return self.processes[index].wait(within_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"task {index} did not end:\n{self.all_output()}")
+
+    def all_output(self) -> str:
+        return "\n".join(f"task {i}:\n{text}" for i, text in enumerate(self.output))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+            process.stdin.close()
+            process.stdout.close()
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator:
+    made = []
+
+    def start(count: int, body: str, **settings) -> Tasks:
+        made.append(Tasks(tmp_path, count, body, **settings))
+        return made[-1]
+
+    yield start
+    for tasks in made:
+        tasks.close()
+
+
+REDUCE_FOR_EVER = """
+array = np.ones(1 << 22, np.float32)
+group.barrier("ready")
+say("ready")
+while True:
+    group.all_reduce([array], tag="gradients")
+"""
+
+WAIT_FOR_EACH_OTHER = """
+group.barrier("ready")
+say("ready")
+if index != 1:
+    group.barrier("end")
+wait()
+"""
+
+CALL_WHEN_POKED = """
+group.barrier("ready")
+say("ready")
+wait()
+group.barrier("end")
+"""
+
+DEATH = r"PeerLostError for worker 1 at ([\d.]+): worker 1 is gone: its connection closed without a goodbye"
+
+
+@pytest.mark.parametrize("body", [REDUCE_FOR_EVER, WAIT_FOR_EACH_OTHER], ids=["in mid-call", "while waited for"])
+def test_a_killed_task_is_named_by_all_survivors_within_two_seconds(start, body):
+    tasks = start(3, body)
+    for index in range(3):
+        tasks.expect(index, "ready")
+    killed_at = tasks.signal(1, signal.SIGKILL)
+    for survivor in (0, 2):
+        assert float(tasks.expect(survivor, DEATH)[1]) - killed_at < 2
+        assert tasks.ends(survivor) == 1
+
+
+def test_a_task_killed_between_calls_is_named_at_the_next_call(start):
+    tasks = start(2, CALL_WHEN_POKED)
+    tasks.expect(0, "ready")
+    tasks.signal(1, signal.SIGKILL)
+    tasks.ends(1)
+    poked_at = time.monotonic()
+    tasks.poke(0)
+    assert float(tasks.expect(0, DEATH)[1]) - poked_at < 2
+
+
+def test_the_first_cause_is_blamed_also_when_who_told_us_has_ended(start):
+    """Worker 0 ends because of worker 1, and worker 2 comes to its call when both are gone."""
+    tasks = start(3, "group.barrier('ready')\nsay('ready')\nif index:\n    wait()\ngroup.barrier('end')")
+    for index in range(3):
+        tasks.expect(index, "ready")
+    tasks.signal(1, signal.SIGKILL)
+    assert tasks.ends(0) == 1
+    tasks.poke(2)
+    tasks.expect(2, DEATH)
+
+
+def test_a_stopped_task_is_named_after_the_heartbeat_time_and_told_when_it_goes_on(start):
+    tasks = start(2, WAIT_FOR_EACH_OTHER + "group.barrier('end')", heartbeat_timeout_s=1.0)
+    tasks.expect(1, "ready")
+    tasks.expect(0, "ready")
+    stopped_at = tasks.signal(1, signal.SIGSTOP)
+    found = tasks.expect(0, r"PeerLostError for worker 1 at ([\d.]+): worker 1 has been silent for 1 s")
+    assert 0.5 < float(found[1]) - stopped_at < 3
+    tasks.signal(1, signal.SIGCONT)
+    tasks.poke(1)
+    tasks.expect(1, "worker 0 gave this task up: worker 1 has been silent")
+
+
+def test_a_task_stopped_for_less_than_the_heartbeat_time_is_waited_for(start):
+    tasks = start(2, CALL_WHEN_POKED + "say('done')", heartbeat_timeout_s=5.0)
+    for index in range(2):
+        tasks.expect(index, "ready")
+    tasks.signal(1, signal.SIGSTOP)
+    tasks.poke(0)
+    with pytest.raises(AssertionError, match="did not say"):
+        tasks.expect(0, "done", within_s=0.5)
+    tasks.signal(1, signal.SIGCONT)
+    tasks.poke(1)
+    tasks.expect(0, "done")
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        "if os.fork() == 0:\n    say('child')\n    time.sleep(60)\n    os._exit(0)",
+        "import multiprocessing\ncontext = multiprocessing.get_context('fork')\n"
+        "child = context.Process(target=lambda: (say('child'), time.sleep(60)))\nchild.start()",
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; print(\"child\", flush=True); time.sleep(60)'],"
+        " close_fds=False)",
+    ],
+    ids=["fork", "multiprocessing", "subprocess"],
+)
+def test_a_child_that_outlives_its_task_does_not_hide_the_death(start, child):
+    lives_on = f"os.setpgid(0, 0)\n{child}\nwait()"
+    body = f"group.barrier('ready')\nsay('ready')\nif index == 1:\n{_indented(lives_on)}\ngroup.barrier('end')"
+    tasks = start(2, body)
+    tasks.expect(1, "child")
+    tasks.expect(0, "ready")
+    family = tasks.processes[1].pid
+    try:
+        killed_at = tasks.signal(1, signal.SIGKILL)
+        assert float(tasks.expect(0, DEATH)[1]) - killed_at < 2
+    finally:
+        os.killpg(family, signal.SIGKILL)
+
+
+def _indented(code: str) -> str:
+    return "\n".join(f"    {line}" for line in code.splitlines())
+
+
+def test_a_forked_child_can_not_use_or_end_its_parents_group(start):
+    body = """
+pid = os.fork()
+if pid == 0:
+    group.leave(1, "the child says goodbye")
+    group.close()
+    try:
+        group.barrier("in the child")
+    except GroupError as error:
+        say(error)
+    os._exit(0)
+os.waitpid(pid, 0)
+group.barrier("in the parents")
+say("whole")
+"""
+    tasks = start(2, body)
+    for index in range(2):
+        tasks.expect(index, f"this process was forked from worker {index}")
+        tasks.expect(index, "whole")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "words"),
+    [
+        ("raise ValueError('bad')", 1, "worker 1 is gone: its connection closed without a goodbye"),
+        ("sys.exit(0)", 0, "worker 1 is gone: its connection closed without a goodbye"),
+        ("os._exit(3)", 3, "worker 1 is gone: its connection closed without a goodbye"),
+        ("group.leave(3, 'out of disk')\nos._exit(3)", 3, "worker 1 left with code 3: out of disk"),
+        ("group.leave(0)", 0, "worker 1 left with code 0"),
+    ],
+    ids=["exception", "exit", "hard exit", "goodbye and hard exit", "goodbye"],
+)
+def test_a_task_that_ends_does_not_hang_and_is_named(start, ending, code, words):
+    tasks = start(2, f"if index == 1:\n{_indented(ending)}\nelse:\n    group.barrier('end')")
+    assert tasks.ends(1, within_s=10) == code
+    tasks.expect(0, words)
+    assert tasks.ends(0, within_s=10) == 1
+
+
+def test_control_c_ends_a_wait_and_the_others_are_told(start):
+    tasks = start(2, "if index == 1:\n    wait()\ngroup.barrier('end')")
+    tasks.expect(0, "worker 0 is waiting for worker 1 in barrier 'end'")
+    tasks.signal(0, signal.SIGINT)
+    tasks.expect(0, "KeyboardInterrupt")
+    assert tasks.ends(0) == -signal.SIGINT
+    tasks.poke(1)
+    tasks.expect(1, "PeerLostError for worker 0 at .*: worker 0 was stopped in barrier 'end' by KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_meeting(start, number):
+    tasks = start(2, "", start=1)
+    tasks.expect(0, "waiting for worker 1 at")
+    tasks.signal(0, number)
+    assert tasks.ends(0, within_s=5) == -number
+
+
+def test_a_task_killed_in_the_meeting_is_named(start):
+    tasks = start(3, "", start=2)
+    tasks.expect(0, "waiting for worker 2 at")
+    tasks.signal(1, signal.SIGKILL)
+    tasks.expect(0, "MeetingError for None at .*: worker 1 came, and ended before all tasks were here", within_s=5)
+
+
+def test_ten_thousand_calls_leak_neither_memory_nor_descriptors(start):
+    body = """
+import resource
+array = np.ones(1000, np.float32)
+def measure():
+    return len(os.listdir("/dev/fd")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+for turn in range(500):
+    group.all_reduce([array], tag=f"warm {turn}")
+before = measure()
+for turn in range(10_000):
+    (total,) = group.all_reduce([array], tag=f"step {turn}")
+assert (total == 2).all()
+say("grew by", *np.subtract(measure(), before))
+group.leave(0, wait_s=10)
+"""
+    tasks = start(2, body)
+    for index in range(2):
+        grown = tasks.expect(index, r"grew by (-?\d+) (-?\d+)")
+        assert int(grown[1]) == 0
+        assert int(grown[2]) < 5  # MiB
+        assert tasks.ends(index) == 0
