@@ -126,10 +126,12 @@ class Current:
     Attributes:
         config: What TF_CONFIG said, or None without a cluster.
         group: The training tasks' group, or None in a task that does not train (or trains alone without one).
+        presence: All tasks of a parameter-server cluster: it makes no collective calls, and tells who is still there.
     """
 
     config: TFConfig | None = None
     group: Group | None = None
+    presence: Group | None = None
 
 
 _current: Current | None = None
@@ -389,7 +391,7 @@ def _say_goodbye(code: int | None = None, reason: str = "") -> None:
     _goodbye_said = True
     code = _exit_code if code is None else code
     report("bye", code=code, step=_last_step)
-    group = None if _current is None else _current.group
+    group = None if _current is None else _current.group or _current.presence
     if group is None:
         return
     wait_s = 0.0

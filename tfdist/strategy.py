@@ -102,12 +102,8 @@ def create_strategy(
     if config is not None and kind is not None:
         tf_config.validate_for(config, kind)
     if kind == "parameter_server":
-        from tfdist import parameter_server
-
         assert config is not None
-        return parameter_server.create(
-            config, info, start_timeout_s=start_timeout_s, deterministic=deterministic, seed=seed
-        )
+        return _create_parameter_server(config, info, deterministic, seed, start_timeout_s, step_timeout_s)
     strategy = _create_synchronous(
         config,
         kind,
@@ -218,6 +214,36 @@ def _choose_communication(wanted: str, group: Group) -> str:
     if wanted != "auto":
         return wanted
     return "nccl" if own_gpu_each else "host"
+
+
+# -- parameter servers
+
+
+def _create_parameter_server(
+    config: TFConfig,
+    info: process.LaunchInfo,
+    deterministic: bool,
+    seed: int | None,
+    start_timeout_s: float,
+    step_timeout_s: float,
+) -> Any:
+    """Returns the strategy in the chief; serves in every other task, and ends its process."""
+    import tensorflow as tf
+
+    from tfdist import parameter_server
+
+    _check_first("parameter_server")
+    _configure_devices(several=True)
+    if deterministic:
+        tf.config.experimental.enable_op_determinism()
+    if seed is not None:
+        _set_seed(seed)
+    group = _meet(config, config.cluster.tasks, info, start_timeout_s, step_timeout_s)
+    if config.task != config.cluster.chief:
+        parameter_server.serve(config, group)
+    strategy = parameter_server.coordinate(config, group)
+    process.report("phase", phase="connected")
+    return strategy
 
 
 # -- synchronous strategies

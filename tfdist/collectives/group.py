@@ -21,7 +21,7 @@ import numpy as np
 from tfdist import wire
 from tfdist.cluster import Task
 from tfdist.collectives import calls, payload
-from tfdist.collectives.calls import Call
+from tfdist.collectives.calls import Call, Made
 from tfdist.collectives.exchange import Exchange, Link, Reader
 from tfdist.collectives.monitor import BROKEN, LEFT, MAX_BEAT_S, MAX_TEXT, SILENT, ControlLink, Monitor, Trouble
 from tfdist.collectives.reduction import Array, Op, as_numbers, check_op
@@ -211,6 +211,18 @@ class Group:
                 names = _names([str(self.tasks[i]) for i in missing])
                 logger.warning("%s is done, waiting for %s to end (at most %.0f s)", self.task, names, wait_s)
 
+    def wait_until_left(self, index: int) -> str:
+        """Returns what a peer's clean goodbye said, however long it takes; calls of the others do not matter.
+
+        Raises:
+            PeerLostError: It is gone without a goodbye, silent, or left because of an error.
+        """
+        monitor = self._monitor
+        trouble = None if monitor is None else monitor.of(index, wait_s=None)
+        if trouble is None or trouble.clean:
+            return "" if trouble is None else trouble.text
+        raise PeerLostError(trouble.text, task=self.tasks[index])
+
     def close(self) -> None:
         """Leaves if `leave` was not called, and closes the connections."""
         if self._closed or self._is_forked:
@@ -247,7 +259,7 @@ class Group:
                 # Every call needs every task: even one that left in peace is missing now.
                 if (trouble := self._monitor.first()) is not None:
                     raise self._error_of(trouble)
-                yield _Opening(call, self._number, str(self.task))
+                yield _Opening(call, self._number, self.index, str(self.task))
             except BaseException as error:
                 self._break(error)
                 raise
@@ -368,8 +380,8 @@ class Group:
 class _Opening:
     """The two ends of a message's first bytes."""
 
-    def __init__(self, call: Call, number: int, me: str) -> None:
-        self._call, self._number, self._me = call, number, me
+    def __init__(self, call: Call, number: int, index: int, name: str) -> None:
+        self._call, self._number, self._index, self._name = call, number, index, name
 
     def message(self, size: int) -> memoryview:
         return memoryview(self._call.opening(self._number, size))
@@ -382,7 +394,8 @@ class _Opening:
         description = bytearray(length)
         yield memoryview(description)
         if description != self._call.description or number != self._number:
-            raise calls.mismatch(self._call, self._number, self._me, description, number, link.name)
+            mine = Made(self._index, self._name, self._number, self._call.description)
+            raise calls.mismatch(mine, Made(link.index, link.name, number, description))
         return size
 
 

@@ -143,8 +143,8 @@ class Monitor:
             troubles = list(self._troubles.values())
         return next((t for t in troubles if not t.clean), troubles[0] if troubles else None)
 
-    def of(self, index: int, *, wait_s: float = 0.0) -> Trouble | None:
-        """Returns what is known of one peer, after waiting a moment for its last words to arrive."""
+    def of(self, index: int, *, wait_s: float | None = 0.0) -> Trouble | None:
+        """Returns what is known of one peer, after waiting for its last words; None waits as long as it takes."""
         with self._changed:
             self._changed.wait_for(lambda: index in self._troubles, timeout=wait_s)
             return self._troubles.get(index)

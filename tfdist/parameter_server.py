@@ -1,0 +1,69 @@
+"""A task of a parameter-server cluster -> the coordinator's strategy, or a server that ends with the coordinator.
+
+All tasks run the same script. In the chief `create_strategy` returns a `tf.distribute.ParameterServerStrategy`; in every
+worker and ps it serves here and leaves the process when the chief is done, which TensorFlow's own `server.join()` never
+does. All tasks meet first, so that a missing one is named instead of waited for without a word.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from tfdist import process
+from tfdist.cluster import TFConfig
+from tfdist.collectives import Group
+from tfdist.trainer import dispatch
+
+logger = logging.getLogger(__name__)
+
+NO_FIT = (
+    "not supported under ParameterServerStrategy yet. Schedule steps of your own on a "
+    "tf.distribute.coordinator.ClusterCoordinator(strategy), or drop --ps: workers then train synchronously with fit"
+)
+
+
+def coordinate(config: TFConfig, group: Group) -> tf.distribute.ParameterServerStrategy:
+    """Returns the chief's strategy; its constructor connects to the servers of all other tasks."""
+    process.set_current(process.Current(config, None, group))
+    process.install_exit_hooks()
+    # Never a variable_partitioner: Keras 3 can neither train nor save the sharded variables that it makes.
+    strategy = tf.distribute.ParameterServerStrategy(_resolver(config), variable_partitioner=None)
+    dispatch.register(strategy, NO_FIT)
+    logger.info("%s coordinates %s", config.task, config.cluster.counts)
+    return strategy
+
+
+def serve(config: TFConfig, group: Group) -> NoReturn:
+    """Serves until the chief says goodbye, then ends this process with code 0.
+
+    Raises:
+        PeerLostError: The chief is gone without a goodbye, or left because of an error.
+    """
+    process.set_current(process.Current(config, None, group))
+    process.install_exit_hooks()
+    resolver = _resolver(config)
+    server = tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=config.task.type,
+        task_index=config.task.index,
+        protocol=resolver.rpc_layer,
+        start=True,
+    )
+    process.report("phase", phase="connected")
+    logger.info("%s serves at %s until the chief is done", config.task, config.cluster.address(config.task))
+    group.wait_until_left(config.cluster.tasks.index(config.cluster.chief))
+    del server
+    raise SystemExit(0)
+
+
+def _resolver(config: TFConfig) -> Any:
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
+        task_type=config.task.type,
+        task_id=config.task.index,
+        rpc_layer="grpc",
+        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+    )
