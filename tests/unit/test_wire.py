@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tfdist import wire
@@ -26,6 +26,7 @@ def cut(data: bytes, sizes: list[int]) -> list[bytes]:
     return [*pieces, data[at:]]
 
 
+@settings(deadline=None)
 @given(FRAMES, st.lists(st.integers(0, 40), max_size=30))
 def test_frames_survive_being_cut_anywhere(frames, sizes):
     parser = FrameParser(limit=LIMIT)
@@ -33,6 +34,7 @@ def test_frames_survive_being_cut_anywhere(frames, sizes):
     assert [frame for piece in cut(stream, sizes) for frame in parser.feed(piece)] == frames
 
 
+@settings(deadline=None)
 @given(FRAMES, st.binary(max_size=100), st.lists(st.integers(0, 20), max_size=10))
 @example([], b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", [])
 @example([], wire.HEADER.pack(wire.MAGIC, wire.HELLO, 2**32 - 1), [])
@@ -61,6 +63,7 @@ def test_a_wrong_header_is_an_error_before_its_body_comes(header, message):
     assert message in str(error.value)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 @example(b"[" * 100_000)
 @example(b"1" * 5000)

@@ -83,23 +83,34 @@ def parse_opening(opening: bytes | bytearray, peer: str) -> tuple[int, int, int]
     return length, payload, number
 
 
-def mismatch(
-    mine: Call, number: int, me: str, theirs: bytes | bytearray, their_number: int, peer: str
-) -> MismatchError:
-    """Returns the error that names both tasks' calls."""
-    try:
-        kind, tag, detail, arrays, size = _parse(theirs)
-    except (ValueError, TypeError, RecursionError):
-        return MismatchError(f"{peer} sent a call that can not be read: {bytes(theirs[:200])!r}")
-    text = f"{me} called {_words(mine.kind, mine.tag, mine.detail, mine.arrays, mine.size)}, "
-    text += f"{peer} called {_words(kind, tag, detail, arrays, size)}"
-    if number != their_number:
-        text += f" (their calls number {number} and {their_number})"
-    elif (kind, tag) == (mine.kind, mine.tag) and len(arrays) == len(mine.arrays):
-        different = [i for i, (a, b) in enumerate(zip(mine.arrays, arrays, strict=True)) if a != b]
-        if different:
-            first = different[0]
-            text += f": array {first} is {mine.arrays[first]} in {me} and {arrays[first]} in {peer}"
+@dataclass(frozen=True)
+class Made:
+    """A call as one task made it: what was made, by whom, and which of its calls it was."""
+
+    index: int
+    name: str
+    number: int
+    description: bytes | bytearray
+
+
+def mismatch(one: Made, other: Made) -> MismatchError:
+    """Returns the error that names two tasks' calls; both tasks say it in the same words."""
+    first, second = sorted((one, other), key=lambda made: made.index)
+    texts, arrays = [], []
+    for made in (first, second):
+        try:
+            kind, tag, detail, its_arrays, size = _parse(made.description)
+        except (ValueError, TypeError, RecursionError):
+            return MismatchError(f"{made.name} sent a call that can not be read: {bytes(made.description[:200])!r}")
+        number = f" as its call number {made.number}" if one.number != other.number else ""
+        texts.append(f"{made.name} called {_words(kind, tag, detail, its_arrays, size)}{number}")
+        arrays.append(its_arrays)
+    text = ", ".join(texts)
+    if len(arrays[0]) == len(arrays[1]):
+        different = [i for i, (a, b) in enumerate(zip(*arrays, strict=True)) if a != b]
+        if different and len(arrays[0][different[0]]) < 64:  # else it is a digest
+            i = different[0]
+            text += f": array {i} is {arrays[0][i]} in {first.name} and {arrays[1][i]} in {second.name}"
     return MismatchError(f"{text}. All tasks must make the same calls in the same order")
 
 

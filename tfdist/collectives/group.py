@@ -1,7 +1,7 @@
 """The tasks of one job, connected: collective calls on NumPy arrays, with deadlines and the names of those that fail.
 
-A call returns on every task or raises on every task. After an error the group is broken: what the peers still have in
-their connections belongs to no call any more, so each later call raises the same error.
+A call that fails on one task fails on all, in that call or (where a task had all it needed) in the next. After an error
+the group is broken: what is still in the connections belongs to no call any more, so each later call raises the same.
 """
 
 from __future__ import annotations

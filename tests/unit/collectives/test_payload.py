@@ -8,13 +8,12 @@ import struct
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from tfdist.cluster import Task
 from tfdist.collectives import calls, payload, reduction
-from tfdist.collectives.calls import Call
+from tfdist.collectives.calls import Call, Made
 from tfdist.errors import MismatchError
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
@@ -25,12 +24,14 @@ def as_body(views: list[memoryview]) -> payload.Bytes:
     return np.frombuffer(bytearray(b"".join(views)) or bytearray(1), np.uint8)[: sum(map(len, views))]
 
 
+@settings(deadline=None)
 @given(st.lists(ARRAYS, max_size=4))
 def test_arrays_come_back_as_they_were(arrays):
     for array, back in zip(arrays, payload.unpack_arrays(as_body(payload.pack_arrays(arrays)), "x"), strict=True):
         assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
+@settings(deadline=None)
 @given(ARRAYS)
 def test_an_array_comes_back_as_it_was(array):
     back = payload.unpack_array(as_body(payload.pack_array(array)), array.dtype, "x")
@@ -42,6 +43,7 @@ def heading(*arrays) -> bytes:
     return struct.pack("!I", len(text)) + text
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 @example(heading(["float32", [2]]))
 @example(heading(["float32", [-1]]) + b"1234")
@@ -65,6 +67,7 @@ def test_what_is_not_packed_arrays_is_a_mismatch(body):
         assert str(error).startswith("worker 3 sent arrays that can not be read: ")  # noqa: PT017
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 @example(b"\xff" * 30)
 @example(struct.pack("!BQ", 1, 2**63) + b"1234")
@@ -75,18 +78,21 @@ def test_what_is_not_a_packed_array_is_a_mismatch(body):
         assert str(error).startswith("worker 3 sent an array that can not be read: ")  # noqa: PT017
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=calls.OPENING.size, max_size=calls.OPENING.size))
 def test_bytes_that_open_no_call_are_a_mismatch(opening):
     with pytest.raises(MismatchError, match="worker 3 sent bytes that open no call"):
         calls.parse_opening(opening, "worker 3")
 
 
+@settings(deadline=None)
 @given(st.one_of(st.binary(max_size=50), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
 @example(b"[" * 100_000)
 @example('["a", "b", "c", [1, [2]], "5"]')
 def test_any_description_of_another_call_gives_a_mismatch(description):
-    theirs = description if isinstance(description, bytes) else description.encode()
-    error = calls.mismatch(Call("barrier", "end"), 1, str(Task("worker", 0)), theirs, 1, "worker 3")
+    mine = Made(0, "worker 0", 1, Call("barrier", "end").description)
+    theirs = Made(3, "worker 3", 1, description if isinstance(description, bytes) else description.encode())
+    error = calls.mismatch(mine, theirs)
     assert isinstance(error, MismatchError)
     assert "worker 3" in str(error)
 
