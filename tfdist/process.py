@@ -45,6 +45,9 @@ DEFAULT_STEP_TIMEOUT_S = 1800.0
 ATEXIT_GRACE_S = 3.0
 STEP_REPORT_INTERVAL_S = 0.5
 CONTROL_TIMEOUT_S = 1.0
+# A line on stderr after which the launcher's console has heard enough: its report tells the traceback once. A terminal
+# shows nothing of it.
+QUIET_MARK = "\x1b]tfdist-quiet\x07"
 # What TensorFlow raises where a peer of its collectives or parameter servers is gone.
 _TENSORFLOW_PEER_ERRORS = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
 
@@ -367,7 +370,6 @@ def fail(error: BaseException, *, print_with: Any = None) -> NoReturn:
     """
     code = exit_code(error)
     error.__traceback__ = _trimmed(error.__traceback__)
-    # First the launcher: it then knows what the lines on stderr are.
     with contextlib.suppress(Exception):
         _record(error, code)
     _print_traceback(error, print_with)
@@ -459,6 +461,9 @@ def _one_line(error: BaseException) -> str:
 
 def _print_traceback(error: BaseException, print_with: Any) -> None:
     trace = error.__traceback__
+    if _control.connect():
+        with contextlib.suppress(Exception):
+            print(QUIET_MARK, file=sys.stderr, flush=True)
     try:
         (print_with or sys.__excepthook__)(type(error), error, trace)
     except Exception:
@@ -546,7 +551,6 @@ def _configure_logging() -> None:
 def _die_of_interrupt(error: KeyboardInterrupt) -> None:
     # As Python itself: the traceback, then death by the signal, so that a parent sees what happened.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    report("interrupted")
     error.__traceback__ = _trimmed(error.__traceback__)
     _print_traceback(error, None)
     _say_goodbye(128 + signal.SIGINT, "interrupted")

@@ -7,11 +7,12 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 
 import pytest
-from launching import finish, is_alive, pids_in, run, started, wait_for, write
+from launching import environment, finish, is_alive, pids_in, run, started, wait_for, write
 
 # What each script sees first: which task it is, and a way to wait for another task's mark.
 HEAD = """
@@ -76,6 +77,24 @@ forever()
     assert ended.err.count("ValueError: bad shape 3") == 1, ended
     assert "process.py" not in ended.err, ended
     assert ended.seconds < 10
+
+
+def test_what_a_task_wrote_before_its_failure_is_shown(tmp_path):
+    path = script(
+        tmp_path,
+        """
+print("last words", file=sys.stderr)
+sys.stderr.write("and a rest")
+raise ValueError("bad shape")
+""",
+    )
+    logs = tmp_path / "logs"
+    ended = run("--workers", 1, "--log-dir", logs, path)
+    shown = [line for line in ended.err.splitlines() if line.startswith("[")]
+    assert shown == ["[worker 0] last words", "[worker 0] and a rest"], ended
+    assert ended.words.count("ValueError: bad shape") == 1
+    assert "ValueError: bad shape" in (logs / "worker-0.log").read_text()
+    assert "\x1b" not in ended.err + (logs / "worker-0.log").read_text()
 
 
 def test_a_task_that_dies_of_the_loss_of_another_is_not_blamed(tmp_path):
@@ -426,3 +445,10 @@ def test_a_reader_that_stalls_does_not_stop_the_run_from_ending(tmp_path):
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(15) == 143
     assert not any(map(is_alive, pids))
+
+
+def test_closed_standard_streams_are_no_trouble(tmp_path):
+    path = script(tmp_path, "print('x')\nmark('ran')\n")
+    command = f'"{sys.executable}" -m tfdist.run "{path}" <&- >&- 2>&-'
+    code = subprocess.run(["sh", "-c", command], env=environment(), timeout=30, check=False).returncode
+    assert (code, (tmp_path / "ran").exists()) == (0, True)

@@ -80,7 +80,7 @@ class Pump:
         with contextlib.suppress(BlockingIOError):
             while self._wake_read.recv(4096):
                 pass
-        # What a task says over its control socket comes before what it printed after saying it.
+        # What a task says over its control socket decides on how what it prints is taken.
         for readable in sorted(ready, key=lambda readable: not readable.urgent):
             if not readable.read_ready():
                 self._selector.unregister(readable.fileno())

@@ -9,12 +9,14 @@ from collections.abc import Callable
 from typing import BinaryIO
 
 from tfdist.launch.console import Console, LiveLine, visible
+from tfdist.process import QUIET_MARK
 
 CHUNK = 1 << 16
 # A longer line goes out in pieces of this size, each with the task's name: a task that never ends its line must not
 # fill the launcher's memory.
 LONGEST_LINE = 1 << 20
 TAIL_LINES = 20
+_QUIET_MARK = QUIET_MARK.encode()
 
 
 class TaskOutput:
@@ -23,7 +25,7 @@ class TaskOutput:
     Attributes:
         tail: The last lines of stderr that are not noise, for the report of a failure.
         muted: Whether the console leaves this task's lines out.
-        stderr_muted: Whether it leaves out those of stderr.
+        stderr_muted: Whether it leaves out those of stderr; so from the mark on that a dying task writes.
     """
 
     def __init__(self, label: str, console: Console, log: BinaryIO | None, is_noise: Callable[[bytes], bool]) -> None:
@@ -108,6 +110,17 @@ class TaskStream:
             self._output.console.show_live(self._live, more)
 
     def _write(self, lines: list[bytes]) -> None:
+        if self._name == "stderr":
+            for i, line in enumerate(lines):
+                if line.endswith(_QUIET_MARK):
+                    before = line[: -len(_QUIET_MARK)]
+                    self._write_whole([*lines[:i], before] if before else lines[:i])
+                    self._output.stderr_muted = True
+                    self._write(lines[i + 1 :])
+                    return
+        self._write_whole(lines)
+
+    def _write_whole(self, lines: list[bytes]) -> None:
         if not lines:
             return
         output = self._output

@@ -72,6 +72,7 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     Raises:
         LaunchError: Nothing was started, for the reason given.
     """
+    _open_standard_streams()
     _make_log_dir(options.log_dir)
     run_dir = make_run_dir()
     try:
@@ -199,8 +200,9 @@ class Supervisor:
         while self._signals:
             self._take_signal(self._signals.popleft())
         self._reap()
-        self._look_for_failure()
+        # In this order: what its workers and servers do when the chief is gone does not matter.
         self._look_for_end_of_chief()
+        self._look_for_failure()
         self._look_at_start()
         if self._is_pipe_broken and self._stop is None:
             self._begin_stop("broken pipe", signal.SIGTERM, FAILURE_GRACE_S, 128 + signal.SIGPIPE)
@@ -243,7 +245,7 @@ class Supervisor:
                 task.words = _words(record)
 
     def _look_for_failure(self) -> None:
-        if self._verdict is not None or (self._stop is not None and self._stop.kind != "chief is done"):
+        if self._stop is not None:
             return
         verdict = first_failure([task.seen for task in self._tasks]) or self._left_before_start()
         if verdict is None:
@@ -364,9 +366,6 @@ class Supervisor:
         """In the pump's thread."""
         if not 0 <= index < len(self._tasks):
             return
-        if message.get("kind") in ("error", "interrupted"):
-            # Its traceback follows on stderr; the report has it, and the reader needs it once.
-            self._tasks[index].output.stderr_muted = True
         self._messages.append((index, message))
         self._wake()
 
@@ -559,6 +558,15 @@ def _start_guard(run_dir: str) -> subprocess.Popen[bytes] | None:
         )
     except OSError:
         return None
+
+
+def _open_standard_streams() -> None:
+    """Gives a launcher with closed standard streams empty ones: else a socket of ours would get their numbers."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
 
 
 def _make_log_dir(log_dir: str | None) -> None:
