@@ -96,8 +96,8 @@ def _listen_once(host: str, port: int, other_hosts: Sequence[str]) -> list[socke
 def _own_addresses(host: str, port: int, other_hosts: Sequence[str]) -> list[tuple[socket.AddressFamily, str]]:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except socket.gaierror as error:
-        logger.warning("%s does not resolve on its own machine (%s)", host, error.strerror)
+    except (socket.gaierror, UnicodeError) as error:
+        logger.warning("%s does not resolve on its own machine (%s)", host, error)
         return []
     addresses: list[tuple[socket.AddressFamily, str]] = []
     for family, _, _, _, address in found:

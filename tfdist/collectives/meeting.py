@@ -25,7 +25,7 @@ from tfdist.collectives.group import Group
 from tfdist.collectives.identity import CHANNELS, Channel, Identity
 from tfdist.collectives.listener import listen, split_address
 from tfdist.collectives.monitor import MAX_BEAT_S, MAX_TEXT, ControlLink, goodbye
-from tfdist.errors import GroupError, MeetingError
+from tfdist.errors import GroupError, MeetingError, WaitError
 
 logger = logging.getLogger(__name__)
 
@@ -155,7 +155,7 @@ class _Meeting:
                     where = f"{self._me.tasks[index]} at {self._me.addresses[index]}"
                     self._results.put(MeetingError(f"{where} {error}: it belongs to another job than {self._me.name}"))
                     return
-                except (wire.WireError, OSError) as error:
+                except (wire.WireError, OSError, UnicodeError) as error:
                     self._last_words[index] = _why(error)
                     self._over.wait(pause)
                     pause = min(pause * 1.5, _MAX_RETRY_S)
@@ -227,7 +227,9 @@ class _Meeting:
             elif not self._over.is_set():
                 # Anybody may connect, also a left-over task of an earlier run: no reason to fail.
                 self._dropped = f"a connection from {address[0]}: it {error}"
-                logger.warning("%s dropped %s", self._me.name, self._dropped)
+                # A health check that only connects may come every second.
+                level = logging.INFO if str(error) == "closed the connection" else logging.WARNING
+                logger.log(level, "%s dropped %s", self._me.name, self._dropped)
         finally:
             self._slots.release()
 
@@ -361,7 +363,7 @@ class _Meeting:
         except GroupError as error:
             group.leave(None, str(error))
             group.close()
-            raise MeetingError(str(error)) from error
+            raise MeetingError(str(error), timed_out=isinstance(error, WaitError)) from error
         except BaseException:
             group.close()
             raise
@@ -399,7 +401,7 @@ def _has_ended(sock: socket.socket) -> bool:
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, socket.gaierror):
+    if isinstance(error, (socket.gaierror, UnicodeError)):  # the latter for "a..b", which no name can be
         return "name not found"
     if isinstance(error, TimeoutError):
         return "no answer"

@@ -95,9 +95,10 @@ def test_missing_tasks_are_named_with_address_and_reason():
     assert "worker 0" in last
 
 
-def test_a_host_name_that_does_not_exist_is_said_to_be_that():
-    addresses = ["nowhere.invalid:2222", *free_addresses(1)]
-    with pytest.raises(MeetingError, match=r"worker 0 at nowhere.invalid:2222 \(name not found\)"):
+@pytest.mark.parametrize("name", ["nowhere.invalid", "a..b", "x" * 70])
+def test_a_host_name_that_does_not_exist_is_said_to_be_that(name):
+    addresses = [f"{name}:2222", *free_addresses(1)]
+    with pytest.raises(MeetingError, match=rf"worker 0 at {name}:2222 \(name not found\)"):
         meet_one(addresses, 1, start_timeout_s=0.5)
 
 
@@ -309,6 +310,27 @@ def test_strangers_on_the_port_do_not_disturb_the_meeting(said):
         sock.close()
     assert [type(group) for group in groups] == [Group, Group]
     assert time.monotonic() - started < 5
+
+
+def test_those_who_have_met_all_wait_for_one_who_is_held_up(monkeypatch):
+    """A stranger keeps worker 2 from worker 1 for longer than the heartbeat time; worker 0 has both."""
+    monkeypatch.setattr(meeting, "MAX_HANDSHAKES", 1)
+    monkeypatch.setattr(meeting, "HANDSHAKE_S", 2.0)
+    addresses, strangers = free_addresses(3), []
+
+    def held_up():
+        strangers.append(knock(addresses[1], None))
+        return meet_one(addresses, 2, start_timeout_s=20, heartbeat_timeout_s=1.0)
+
+    timeouts = {"start_timeout_s": 20, "heartbeat_timeout_s": 1.0}
+    started = time.monotonic()
+    groups = in_threads(
+        [lambda: meet_one(addresses, 0, **timeouts), lambda: meet_one(addresses, 1, **timeouts), held_up]
+    )
+    close(groups)
+    strangers[0].close()
+    assert [type(group) for group in groups] == [Group] * 3
+    assert time.monotonic() - started > 1.5
 
 
 def test_a_stranger_at_a_peers_address_is_waited_out_and_named():
