@@ -1,8 +1,8 @@
 """A task of a parameter-server cluster -> the coordinator's strategy, or a server that ends with the coordinator.
 
-All tasks run the same script. In the chief `create_strategy` returns a `tf.distribute.ParameterServerStrategy`; in every
-worker and ps it serves here and leaves the process when the chief is done, which TensorFlow's own `server.join()` never
-does. All tasks meet first, so that a missing one is named instead of waited for without a word.
+All tasks run the same script. In the chief `create_strategy` returns a `tf.distribute.ParameterServerStrategy`; in
+every worker and ps it serves here and leaves the process when the chief is done, which TensorFlow's own
+`server.join()` never does. All tasks meet first, so that a missing one is named instead of waited for without a word.
 """
 
 from __future__ import annotations

@@ -430,6 +430,7 @@ def _multi_worker_mirrored(config: TFConfig, way: str, start_timeout_s: float) -
     )
     for handler in logging.getLogger("tfdist").handlers:
         handler.flush()
+    internals.let_mirrored_variables_be_numbers()
     faulthandler.dump_traceback_later(start_timeout_s, exit=True)
     try:
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)

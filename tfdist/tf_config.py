@@ -51,7 +51,7 @@ def resolve(environ: Mapping[str, str] | None = None) -> TFConfig | None:
         TFConfigError: TF_CONFIG is set and names no usable cluster.
     """
     config = parse((os.environ if environ is None else environ).get("TF_CONFIG"))
-    _log.info("TF_CONFIG: %s", config or "names no cluster, this process runs alone")
+    _log.debug("TF_CONFIG: %s", config or "names no cluster, this process runs alone")
     return config
 
 

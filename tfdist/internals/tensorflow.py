@@ -50,6 +50,16 @@ def local_component(variable: Any) -> Any:
     return variable.values[0] if isinstance(variable, values.DistributedValues) else variable
 
 
+def let_mirrored_variables_be_numbers() -> None:
+    """Lets `float(model.optimizer.learning_rate)` work under MultiWorkerMirroredStrategy as it does without it.
+
+    Keras' own `float(variable)` ends in `float(tf_variable)`, which TensorFlow's mirrored variables alone lack.
+    """
+    for name, number in (("__float__", float), ("__int__", int)):
+        if not hasattr(values.MirroredVariable, name):
+            setattr(values.MirroredVariable, name, lambda self, number=number: number(self.values[0].numpy()))
+
+
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Returns the argument of the pipeline's last `batch` step; None where later steps may have changed it."""
     while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset", "_RepeatDataset", "_CacheDataset"):

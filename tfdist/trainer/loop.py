@@ -77,6 +77,7 @@ def fit(
                 "epochs": epochs,
                 "initial_epoch": initial_epoch,
                 "steps_per_execution": model.steps_per_execution,
+                **engine.summary(model),
                 **data.summary(""),
                 **(validation.summary("validation ") if validation else {}),
                 "validation_freq": validation_freq if validation else None,

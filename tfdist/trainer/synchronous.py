@@ -102,6 +102,20 @@ class SynchronousEngine:
                         "every task must run the same script with the same arguments and data"
                     )
 
+    def summary(self, model: Any) -> dict[str, Any]:
+        """What of a model must be the same on every task, known before its optimizer's variables are made.
+
+        Making variables waits for all tasks, and a task that makes another number of them would wait for ever.
+        """
+        inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+        shapes = json.dumps([[list(v.shape), str(v.dtype)] for v in model.variables])
+        return {
+            "optimizer": type(inner).__name__,
+            "number of variables": len(model.variables),
+            "shapes of variables (checksum)": zlib.crc32(shapes.encode()),
+            "number of trainable variables": len(model.trainable_variables),
+        }
+
     def share_variables(self, model: Any, *, optimizer: bool) -> None:
         """Gives every task the chief's variables where they differ (weights loaded or changed on one task only)."""
         if self.group is None:
