@@ -6,7 +6,7 @@ Three of the same shape: `Alone` (one task), `ThroughGroup` (NumPy over our own 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,26 +46,34 @@ class ThroughGroup:
     Attributes:
         failure: What the group raised while TensorFlow ran the step. TensorFlow turns it into an error of its own,
             so the loop looks here for the one to show.
+        is_quiet: Whether the caller looks at `failure`. TensorFlow prints what a Python function of its graphs raises
+            twice, with tracebacks; a function that returns nothing ends the step as well, with a line.
     """
 
     def __init__(self, group: Group) -> None:
         self.group, self.size, self.index = group, group.size, group.index
         self.failure: Exception | None = None
+        self.is_quiet = False
 
-    def _remember(self, error: Exception) -> None:
-        self.failure = self.failure or error
+    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arrays: np.ndarray) -> Any:
+            try:
+                return call(*arrays)
+            except Exception as error:
+                self.failure = self.failure or error
+                if self.is_quiet:
+                    return []
+                raise
+
+        return guarded
 
     def sum(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         tensors = [tf.convert_to_tensor(t) for t in tensors]
 
         def on_host(*arrays: np.ndarray) -> list[np.ndarray]:
-            try:
-                return self.group.all_reduce([np.asarray(a) for a in arrays], op="sum", tag=tag)
-            except Exception as error:
-                self._remember(error)
-                raise
+            return self.group.all_reduce([np.asarray(a) for a in arrays], op="sum", tag=tag)
 
-        sums = tf.numpy_function(on_host, tensors, [t.dtype for t in tensors])
+        sums = tf.numpy_function(self._calling(on_host), tensors, [t.dtype for t in tensors])
         sums = list(sums) if isinstance(sums, (list, tuple)) else [sums]
         for total, tensor in zip(sums, tensors, strict=True):
             total.set_shape(tensor.shape)
@@ -73,17 +81,13 @@ class ThroughGroup:
 
     def gather(self, slices: tf.IndexedSlices, live: tf.Tensor, tag: str) -> tf.IndexedSlices:
         def on_host(values: np.ndarray, indices: np.ndarray, live: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            try:
-                kept = slice(None) if live else slice(0)
-                all_values = self.group.all_gather(values[kept], tag=f"{tag} values")
-                all_indices = self.group.all_gather(indices[kept], tag=f"{tag} indices")
-            except Exception as error:
-                self._remember(error)
-                raise
+            kept = slice(None) if live else slice(0)
+            all_values = self.group.all_gather(values[kept], tag=f"{tag} values")
+            all_indices = self.group.all_gather(indices[kept], tag=f"{tag} indices")
             return np.concatenate(all_values), np.concatenate(all_indices)
 
         values, indices = tf.numpy_function(
-            on_host, [slices.values, slices.indices, live], [slices.values.dtype, slices.indices.dtype]
+            self._calling(on_host), [slices.values, slices.indices, live], [slices.values.dtype, slices.indices.dtype]
         )
         values.set_shape([None, *slices.values.shape[1:]])
         indices.set_shape([None])

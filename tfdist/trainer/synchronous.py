@@ -68,15 +68,20 @@ class SynchronousEngine:
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Raises what the group said where TensorFlow only says that an op failed; no strategy is seen inside."""
+        through_group = [r for r in (self.reduction, self._host) if isinstance(r, ThroughGroup)]
         try:
+            for reduction in through_group:
+                reduction.is_quiet = True
             with outside_strategy():
                 yield
         except tf.errors.OpError as error:
-            for reduction in (self.reduction, self._host):
-                failure = getattr(reduction, "failure", None)
-                if failure is not None:
-                    raise failure from None
+            for reduction in through_group:
+                if reduction.failure is not None:
+                    raise reduction.failure from None
             raise error
+        finally:
+            for reduction in through_group:
+                reduction.is_quiet = False
 
     def any(self, flag: bool, tag: str) -> bool:
         """Returns whether the flag is set on any task."""

@@ -52,6 +52,6 @@ class Watchdog:
             message = f"no step ended within {self._timeout_s:g} s (step_timeout_s); the stacks of all threads follow"
             print(f"tfdist: {message}", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-            process.report("error", error="step time-out", message=message)
+            process.report("error", error="step time-out", message=message, code=EXIT_CODE)
             sys.stderr.flush()
             os._exit(EXIT_CODE)
