@@ -20,18 +20,17 @@ import faulthandler
 import json
 import os
 import signal
-import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from tfdist import script
-from tfdist.errors import MeetingError, PeerLostError, StrategyError, TfdistError, WaitError
+from tfdist import failure, script
+from tfdist.control import QUIET_MARK, Control
+from tfdist.errors import StrategyError, TfdistError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,17 +38,9 @@ if TYPE_CHECKING:
     from tfdist.cluster import TFConfig
     from tfdist.collectives import Group
 
-EXIT_TIMEOUT = 75
 DEFAULT_STEP_TIMEOUT_S = 1800.0
 # A dead task's atexit functions may clean up, but not keep its peers waiting.
 ATEXIT_GRACE_S = 3.0
-STEP_REPORT_INTERVAL_S = 0.5
-CONTROL_TIMEOUT_S = 1.0
-# A line on stderr after which the launcher's console has heard enough: its report tells the traceback once. A terminal
-# shows nothing of it.
-QUIET_MARK = "\x1b]tfdist-quiet\x07"
-# What TensorFlow raises where a peer of its collectives or parameter servers is gone.
-_TENSORFLOW_PEER_ERRORS = ("AbortedError", "CancelledError", "DeadlineExceededError", "UnavailableError")
 
 
 @dataclass(frozen=True)
@@ -248,67 +239,7 @@ def _group(caller: str) -> Group | None:
 # Words to the launcher
 
 
-class _Control:
-    """The connection to the launcher's control socket; quiet when there is none."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._pid = 0
-        self._next_step_report = 0.0
-
-    def connect(self) -> bool:
-        """Returns whether the launcher hears us; false without a launcher or when it is gone."""
-        with self._lock:
-            return self._connected() is not None
-
-    def send(self, message: Mapping[str, object]) -> None:
-        line = json.dumps(message, default=str).encode() + b"\n"
-        if not self._lock.acquire(timeout=CONTROL_TIMEOUT_S):
-            return
-        try:
-            connection = self._connected()
-            if connection is not None:
-                connection.sendall(line)
-        except OSError:
-            # A line cut in the middle would garble the next one; a launcher that is gone needs no words.
-            self._close()
-        finally:
-            self._lock.release()
-
-    def is_time_for_step(self) -> bool:
-        now = time.monotonic()
-        if now < self._next_step_report:
-            return False
-        self._next_step_report = now + STEP_REPORT_INTERVAL_S
-        return True
-
-    def _connected(self) -> socket.socket | None:
-        # A forked child must not write into its parent's stream.
-        if self._socket is not None and self._pid == os.getpid():
-            return self._socket
-        run_dir = os.environ.get("TFDIST_RUN_DIR")
-        if not run_dir or not hasattr(socket, "AF_UNIX"):
-            return None
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(CONTROL_TIMEOUT_S)
-        hello = {"kind": "hello", "task": os.environ.get("TFDIST_LOCAL_INDEX", "0"), "pid": os.getpid()}
-        try:
-            connection.connect(os.path.join(run_dir, "control.sock"))
-            connection.sendall(json.dumps(hello).encode() + b"\n")
-        except OSError:
-            connection.close()
-            return None
-        self._socket, self._pid = connection, os.getpid()
-        return connection
-
-    def _close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-
-_control = _Control()
+_control = Control(os.environ)
 _last_step: int | None = None
 
 
@@ -368,22 +299,14 @@ def fail(error: BaseException, *, print_with: Any = None) -> NoReturn:
     Prints the traceback, records it for the launcher, tells the peers, lets atexit functions clean up for a moment,
     and leaves without TensorFlow's teardown, which takes up to half a minute and hides the message in noise.
     """
-    code = exit_code(error)
+    code = failure.exit_code(error)
     error.__traceback__ = _trimmed(error.__traceback__)
     with contextlib.suppress(Exception):
         _record(error, code)
     _print_traceback(error, print_with)
-    _say_goodbye(code, _one_line(error))
+    _say_goodbye(code, failure.one_line(error))
     _run_atexit_functions(limit_s=ATEXIT_GRACE_S, code=code)
     _leave_process(code)
-
-
-def exit_code(error: BaseException) -> int:
-    """Returns the exit code of a task that dies of `error`: 75 for a time-out of the group, else 1."""
-    for link in _chain(error):
-        if isinstance(link, WaitError) or (isinstance(link, MeetingError) and link.timed_out):
-            return EXIT_TIMEOUT
-    return 1
 
 
 def _say_goodbye(code: int | None = None, reason: str = "") -> None:
@@ -411,20 +334,8 @@ def _say_goodbye(code: int | None = None, reason: str = "") -> None:
 def _record(error: BaseException, code: int) -> None:
     """Writes the error file that the launcher's report is made of, and says so over the control socket."""
     config = None if _current is None else _current.config
-    lost = next((link.task for link in _chain(error) if isinstance(link, PeerLostError)), None)
-    record = {
-        "task": None if config is None else str(config.task),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "time": time.time(),
-        "code": code,
-        "step": _last_step,
-        "error": type(error).__name__,
-        "message": str(error)[:4000],
-        "traceback": "".join(traceback.format_exception(error))[-20000:],
-        "consequence": any(_is_about_others(link) for link in _chain(error)),
-        "lost": None if lost is None else str(lost),
-    }
+    task = None if config is None else str(config.task)
+    record = failure.describe(error, task=task, code=code, step=_last_step)
     info = LaunchInfo.read(os.environ)
     if info.run_dir is not None:
         path = os.path.join(info.run_dir, f"error-{info.local_index}.json")
@@ -432,31 +343,6 @@ def _record(error: BaseException, code: int) -> None:
             json.dump(record, file)
         os.replace(path + ".part", path)
     report("error", **{name: value for name, value in record.items() if name != "traceback"})
-
-
-def _is_about_others(error: BaseException) -> bool:
-    """Whether an error says that another task, or the way to it, is gone."""
-    kind = type(error)
-    if kind.__module__.startswith("tensorflow.") and kind.__name__ in _TENSORFLOW_PEER_ERRORS:
-        return True
-    # An error out of a TensorFlow op carries the Python error only as text.
-    if isinstance(error, MeetingError):
-        return not error.timed_out
-    return isinstance(error, PeerLostError) or "PeerLostError" in str(error)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in links:
-        links.append(link)
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-    return links
-
-
-def _one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
 
 
 def _print_traceback(error: BaseException, print_with: Any) -> None:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tfdist: {error}", file=sys.stderr)
         return EXIT_USAGE
     # Only now, so that --help is quick.
-    from tfdist.launch.supervise import launch
+    from tfdist.launch.launcher import launch
 
     try:
         return launch(options, os.environ)

@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 
-from tfdist import process
+from tfdist import failure, process
 from tfdist.errors import MeetingError, PeerLostError, StrategyError, TFConfigError, WaitError
 from tfdist.process import LaunchInfo
 
@@ -128,7 +128,7 @@ def chained(error, cause):
     ],
 )
 def test_a_time_out_of_the_group_has_its_own_exit_code(error, code):
-    assert process.exit_code(error) == code
+    assert failure.exit_code(error) == code
 
 
 def test_words_without_a_launcher_are_lost_in_silence(monkeypatch):

@@ -128,7 +128,7 @@ def test_help_is_quick_and_names_every_flag():
 
 def test_the_launcher_loads_neither_numpy_nor_tensorflow():
     code = (
-        "import sys, tfdist, tfdist.run, tfdist.launch.supervise, tfdist.process\n"
+        "import sys, tfdist, tfdist.run, tfdist.launch.launcher, tfdist.process\n"
         "print([name for name in ('numpy', 'tensorflow', 'keras') if name in sys.modules])"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import socket
 import time
@@ -137,8 +139,30 @@ def summary(
     }
 
 
+def write_summary(log_dir: str, values: Mapping[str, Any]) -> None:
+    """Writes `summary.json`, whole or not at all."""
+    path = os.path.join(log_dir, "summary.json")
+    with open(path + ".part", "w", encoding="utf-8") as file:
+        json.dump(values, file, indent=1)
+        file.write("\n")
+    os.replace(path + ".part", path)
+
+
+def copies_warning(name: str, count: int) -> list[str]:
+    """Returns what to tell one whose tasks trained apart from each other."""
+    return [
+        f"WARNING: no task called tfdist.create_strategy(): {count} independent copies of {name} ran, "
+        "each on all of its data.",
+        "To train one model together, make it in the strategy's scope:",
+        "    strategy = tfdist.create_strategy()",
+        "    with strategy.scope():",
+        "        model = ...",
+        "(A script that made its own tf.distribute strategy from TF_CONFIG needs none of this.)",
+    ]
+
+
 def log_path(log_dir: str, task: object) -> str:
-    return f"{log_dir.rstrip('/')}/{str(task).replace(' ', '-')}.log"
+    return os.path.join(log_dir, f"{str(task).replace(' ', '-')}.log")
 
 
 def _at_step(task: TaskProcess) -> str:

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import BinaryIO
 
+from tfdist.control import QUIET_MARK
 from tfdist.launch.console import Console, LiveLine, visible
-from tfdist.process import QUIET_MARK
 
 CHUNK = 1 << 16
 # A longer line goes out in pieces of this size, each with the task's name: a task that never ends its line must not

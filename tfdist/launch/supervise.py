@@ -15,36 +15,29 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
 import selectors
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, BinaryIO
 
 from tfdist.errors import LaunchError
-from tfdist.launch import guard, machine, report
+from tfdist.launch import machine, report
 from tfdist.launch.blame import Verdict, Words, first_failure
 from tfdist.launch.console import Console
 from tfdist.launch.control import ControlServer, Message
+from tfdist.launch.guarding import Guard
 from tfdist.launch.noise import is_noise
-from tfdist.launch.plan import Options, Plan, make_plan
-from tfdist.launch.ports import HeldPorts
+from tfdist.launch.plan import Plan
 from tfdist.launch.pump import Pump
-from tfdist.launch.rundir import make_run_dir, read_error_file, remove_run_dir
+from tfdist.launch.rundir import read_error_file
+from tfdist.launch.signals import signals_queued
 from tfdist.launch.streams import TaskOutput
 from tfdist.launch.task_process import TaskProcess
 
-STOP_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT") if hasattr(signal, name)
-)
 # The others are doomed once one has failed, and an MWMS worker ignores SIGTERM.
 FAILURE_GRACE_S = 2.0
 # A task that fails lets its atexit functions run for up to 3 s.
@@ -58,36 +51,6 @@ START_MARGIN_S = 1.0
 SAME_SIGNAL_S = 0.3
 EXIT_PREEMPTED = 42
 MEETING = ("strategy", "waiting")
-
-
-def launch(options: Options, environ: Mapping[str, str]) -> int:
-    """Runs what `options` ask for on this host, and returns the exit code.
-
-    Must be called in the main thread: it handles signals while it runs.
-
-    Args:
-        options: Which script, how many tasks, and how.
-        environ: The environment the tasks inherit, with changes.
-
-    Raises:
-        LaunchError: Nothing was started, for the reason given.
-    """
-    _open_standard_streams()
-    _make_log_dir(options.log_dir)
-    run_dir = make_run_dir()
-    try:
-        with HeldPorts(options.task_count) as held:
-            plan = make_plan(
-                options,
-                ports=held.ports,
-                run_dir=run_dir,
-                environ=environ,
-                processors=machine.processors(),
-                gpus=machine.gpus(environ),
-            )
-            return Supervisor(plan, run_dir, environ).run()
-    finally:
-        remove_run_dir(run_dir)
 
 
 @dataclass
@@ -140,37 +103,42 @@ class Supervisor:
         self._start_timeout_s = self._options.start_timeout_s
         self._met_first_at: float | None = None
         self._meeting: list[str] = []
-        self._guard: subprocess.Popen[bytes] | None = None
+        self._guard: Guard | None = None
         self._kills_before = machine.out_of_memory_kills()
 
     def run(self) -> int:
+        """Runs the tasks to their end and returns the exit code of the run."""
         started_at, clock = time.time(), time.monotonic()
         self._pump.add(ControlServer(self._run_dir, self._pump, self._on_message))
         self._pump.start()
-        with self._signals_handled():
-            try:
-                self._start()
-                while not self._is_over():
-                    self._round()
-            finally:
-                self._clean_up()
-            code = self._exit_code()
-            self._last_words(code)
-            self._write_summary(code, started_at, time.monotonic() - clock)
-        return code
+        try:
+            with signals_queued(self._signals, self._wake_write.fileno()):
+                try:
+                    self._start()
+                    while not self._is_over():
+                        self._round()
+                finally:
+                    self._clean_up()
+                code = self._exit_code()
+                self._last_words(code)
+                self._write_summary(code, started_at, time.monotonic() - clock)
+                return code
+        finally:
+            self._wake_read.close()
+            self._wake_write.close()
 
     # -- start --------------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self._say(self._plan_line(), *self._plan.notes)
-        self._guard = _start_guard(self._run_dir)
+        self._guard = Guard(self._run_dir)
         for task in self._tasks:
             try:
                 is_chief = task.task == self._plan.chief
                 task.start(self._options.command, self._pump, self._console, pty=is_chief and self._options.pty)
             except OSError as error:
                 raise LaunchError(f"{task.task} could not be started: {error}") from error
-            self._tell_guard(f"+{task.pid}")
+            self._guard.watch(task.pid)
 
     def _plan_line(self) -> str:
         tasks = self._plan.tasks
@@ -235,7 +203,8 @@ class Supervisor:
         for task in list(self._ended):
             if task.is_group_gone():
                 self._ended.remove(task)
-                self._tell_guard(f"-{task.pid}")
+                if self._guard is not None:
+                    self._guard.forget(task.pid)
 
     def _read_last_words(self, task: TaskProcess) -> None:
         # Its control socket may have been full or gone.
@@ -403,11 +372,7 @@ class Supervisor:
         for task in self._tasks:
             task.output.close()
         if self._guard is not None:
-            self._tell_guard("done")
-            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-                if self._guard.stdin is not None:
-                    self._guard.stdin.close()
-                self._guard.wait(2.0)
+            self._guard.end()
 
     def _drain_output(self) -> None:
         self._pump.begin_finish()
@@ -429,25 +394,12 @@ class Supervisor:
                 log_dir=self._options.log_dir,
                 out_of_memory=self._was_out_of_memory(),
             )
-            self._console.write_lines("stderr", b"", [line.encode(errors="replace") for line in lines])
+            self._write(lines)
         elif self._stop is not None and self._stop.kind == "start time-out":
             lines = report.timeout_block(self._options.name, self._meeting, self._start_timeout_s)
-            self._console.write_lines("stderr", b"", [line.encode(errors="replace") for line in lines])
+            self._write(lines)
         elif code == 0 and len(self._plan.trains) > 1 and not any(task.phase for task in self._tasks):
-            self._warn_of_copies()
-
-    def _warn_of_copies(self) -> None:
-        count = len(self._plan.trains)
-        words = (
-            f"WARNING: no task called tfdist.create_strategy(): {count} independent copies of {self._options.name} "
-            "ran, each on all of its data.",
-            "To train one model together, make it in the strategy's scope:",
-            "    strategy = tfdist.create_strategy()",
-            "    with strategy.scope():",
-            "        model = ...",
-            "(A script that made its own tf.distribute strategy from TF_CONFIG needs none of this.)",
-        )
-        self._console.write_lines("stderr", b"tfdist: ", [word.encode() for word in words])
+            self._write(report.copies_warning(self._options.name, len(self._plan.trains)), b"tfdist: ")
 
     def _record(self, verdict: Verdict) -> dict[str, Any]:
         """The error file of the first task, or of one that lost it."""
@@ -475,14 +427,14 @@ class Supervisor:
             started_at=started_at,
             duration_s=duration_s,
         )
-        path = os.path.join(self._options.log_dir, "summary.json")
         try:
-            with open(path + ".part", "w", encoding="utf-8") as file:
-                json.dump(values, file, indent=1)
-                file.write("\n")
-            os.replace(path + ".part", path)
+            report.write_summary(self._options.log_dir, values)
         except OSError as error:
-            self._console.write_lines("stderr", b"tfdist: ", [f"{path} could not be written: {error}".encode()])
+            self._write([f"summary.json could not be written: {error}"], b"tfdist: ")
+
+    def _write(self, lines: Sequence[str], prefix: bytes = b"") -> None:
+        """Only when the pump has ended."""
+        self._console.write_lines("stderr", prefix, [line.encode(errors="replace") for line in lines])
 
     # -- small things -------------------------------------------------------------------------------------------------
 
@@ -497,12 +449,6 @@ class Supervisor:
         for task in tasks:
             task.output.muted = True
 
-    def _tell_guard(self, word: str) -> None:
-        if self._guard is not None and self._guard.stdin is not None:
-            with contextlib.suppress(OSError, ValueError):
-                self._guard.stdin.write(word.encode() + b"\n")
-                self._guard.stdin.flush()
-
     def _on_broken_pipe(self) -> None:
         """In the pump's thread."""
         self._is_pipe_broken = True
@@ -511,28 +457,6 @@ class Supervisor:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_write.send(b"x")
-
-    @contextlib.contextmanager
-    def _signals_handled(self) -> Any:
-        def take(number: int, frame: FrameType | None) -> None:
-            if number != signal.SIGCHLD:
-                self._signals.append(number)
-
-        before = {}
-        for number in (*STOP_SIGNALS, signal.SIGCHLD, signal.SIGWINCH):
-            # nohup and `&` in a script make a process ignore a signal on purpose.
-            if number in STOP_SIGNALS and signal.getsignal(number) is signal.SIG_IGN:
-                continue
-            before[number] = signal.signal(number, take)
-        wakeup = signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(wakeup)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            self._wake_read.close()
-            self._wake_write.close()
 
 
 def _words(record: Mapping[str, Any]) -> Words:
@@ -544,34 +468,3 @@ def _words(record: Mapping[str, Any]) -> Words:
         consequence=bool(record.get("consequence")),
         lost=lost if isinstance(lost, str) else None,
     )
-
-
-def _start_guard(run_dir: str) -> subprocess.Popen[bytes] | None:
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", guard.__file__, run_dir],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            cwd="/",
-            start_new_session=True,
-        )
-    except OSError:
-        return None
-
-
-def _open_standard_streams() -> None:
-    """Gives a launcher with closed standard streams empty ones: else a socket of ours would get their numbers."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
-
-
-def _make_log_dir(log_dir: str | None) -> None:
-    if log_dir is not None:
-        try:
-            os.makedirs(log_dir, exist_ok=True)
-        except OSError as error:
-            raise LaunchError(f"--log-dir {log_dir}: {error}") from error

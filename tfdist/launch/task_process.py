@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import subprocess
@@ -87,7 +88,7 @@ class TaskProcess:
                 ends[name] = theirs
                 if live:
                     self._ptys.append((ours, name))
-                pump.add(self.output.stream(name, ours, live=live))
+                pump.call(functools.partial(pump.add, self.output.stream(name, ours, live=live)))
             self.started_at = time.monotonic()
             self._popen = subprocess.Popen(
                 [sys.executable, "-u", "-m", "tfdist.process", *command],
