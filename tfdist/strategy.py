@@ -27,7 +27,7 @@ from typing import Any
 from tfdist import process, tf_config
 from tfdist.cluster import Task, TFConfig
 from tfdist.collectives import Group, meet
-from tfdist.errors import StrategyError
+from tfdist.errors import ClusterError, StrategyError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,11 @@ def create_strategy(
     if config is not None and kind is not None:
         tf_config.validate_for(config, kind)
     if kind == "parameter_server":
-        assert config is not None
+        if config is None:
+            raise ClusterError(
+                "kind='parameter_server' needs a cluster of a chief, workers and ps, and TF_CONFIG names none; start the "
+                f"script with: python -m tfdist.run --workers 2 --ps 1 {sys.argv[0] or 'train.py'}"
+            )
         return _create_parameter_server(config, info, deterministic, seed, start_timeout_s, step_timeout_s)
     strategy = _create_synchronous(
         config,
