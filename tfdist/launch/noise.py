@@ -32,16 +32,31 @@ _EMPTY_WARNINGS = re.compile(
 )
 
 
-def is_noise(line: bytes, *, keep_info: bool = False) -> bool:
-    """Returns whether a line of stderr may be left out on the console.
+# A message that ends so goes on, in lines of its own, with a protocol buffer as text.
+_OPENING = re.compile(rb"(?:Options|Config|Def)\b.*:|debugonly\s*$")
+_PROTOCOL_BUFFER_LINE = re.compile(rb"^\s*(?:[\w.\[\]/]+ \{|\}|[\w.]+: (?:\"[^\"]*\"|[\w.+-]+))?\s*$")
+
+
+class NoiseFilter:
+    """Says of each line of one task's stderr, in order, whether the console may leave it out.
 
     Args:
-        line: Without its end.
         keep_info: Whether to keep TensorFlow's lines of level INFO: the user has asked for a level.
     """
-    native = _NATIVE_LINE.match(line) or _OLD_NATIVE_LINE.match(line)
-    if native is None:
-        return _PLAIN_NOISE.match(line) is not None
-    if native["level"] == b"I":
-        return not keep_info
-    return native["level"] in (b"W", b"E") and _EMPTY_WARNINGS.search(native["text"]) is not None
+
+    def __init__(self, *, keep_info: bool = False) -> None:
+        self._keep_info = keep_info
+        self._in_protocol_buffer = False
+
+    def __call__(self, line: bytes) -> bool:
+        """Returns whether `line`, without its end, is noise."""
+        native = _NATIVE_LINE.match(line) or _OLD_NATIVE_LINE.match(line)
+        if native is None:
+            self._in_protocol_buffer = self._in_protocol_buffer and _PROTOCOL_BUFFER_LINE.match(line) is not None
+            return self._in_protocol_buffer or _PLAIN_NOISE.match(line) is not None
+        if native["level"] == b"I":
+            is_noise = not self._keep_info
+        else:
+            is_noise = native["level"] in (b"W", b"E") and _EMPTY_WARNINGS.search(native["text"]) is not None
+        self._in_protocol_buffer = is_noise and _OPENING.search(native["text"]) is not None
+        return is_noise

@@ -14,7 +14,6 @@ One thread (this one, the main thread) starts, signals and reaps; it never block
 from __future__ import annotations
 
 import contextlib
-import functools
 import selectors
 import signal
 import socket
@@ -24,13 +23,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from tfdist.cluster import Task
 from tfdist.errors import LaunchError
 from tfdist.launch import machine, report
 from tfdist.launch.blame import Verdict, Words, first_failure
 from tfdist.launch.console import Console
 from tfdist.launch.control import ControlServer, Message
 from tfdist.launch.guarding import Guard
-from tfdist.launch.noise import is_noise
+from tfdist.launch.noise import NoiseFilter
 from tfdist.launch.plan import Plan
 from tfdist.launch.pump import Pump
 from tfdist.launch.rundir import read_error_file
@@ -91,11 +91,7 @@ class Supervisor:
         self._messages: deque[tuple[int, Message]] = deque()
         self._signals: deque[int] = deque()
         self._is_pipe_broken = False
-        noise = functools.partial(is_noise, keep_info=bool(environ.get("TF_CPP_MIN_LOG_LEVEL")))
-        self._tasks = [
-            TaskProcess(task, TaskOutput(str(task.task), self._console, self._log_file(task.task), self._noise(noise)))
-            for task in plan.tasks
-        ]
+        self._tasks = [TaskProcess(task, self._output(task.task, environ)) for task in plan.tasks]
         self._ended: list[TaskProcess] = []
         self._stop: Stop | None = None
         self._verdict: Verdict | None = None
@@ -155,8 +151,11 @@ class Supervisor:
         except OSError as error:
             raise LaunchError(f"--log-dir {self._options.log_dir}: {error}") from error
 
-    def _noise(self, noise: Any) -> Any:
-        return (lambda line: False) if self._options.raw else noise
+    def _output(self, task: Task, environ: Mapping[str, str]) -> TaskOutput:
+        is_noise = NoiseFilter(keep_info=bool(environ.get("TF_CPP_MIN_LOG_LEVEL")))
+        return TaskOutput(
+            str(task), self._console, self._log_file(task), (lambda line: False) if self._options.raw else is_noise
+        )
 
     # -- one round ----------------------------------------------------------------------------------------------------
 

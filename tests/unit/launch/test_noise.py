@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tfdist.launch.noise import is_noise
+from tfdist.launch.noise import NoiseFilter
 
 NOISE = [
     "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
@@ -36,14 +36,24 @@ WORDS = [
 
 @pytest.mark.parametrize("line", NOISE)
 def test_start_up_noise_is_left_out(line):
-    assert is_noise(line.encode())
+    assert NoiseFilter()(line.encode())
 
 
 @pytest.mark.parametrize("line", WORDS)
 def test_words_are_kept(line):
-    assert not is_noise(line.encode())
+    assert not NoiseFilter()(line.encode())
 
 
 def test_info_is_kept_for_one_who_asked_for_a_level():
-    assert not is_noise(NOISE[1].encode(), keep_info=True)
-    assert is_noise(NOISE[0].encode(), keep_info=True)
+    is_noise = NoiseFilter(keep_info=True)
+    assert not is_noise(NOISE[1].encode())
+    assert is_noise(NOISE[0].encode())
+
+
+def test_a_protocol_buffer_goes_with_its_message_and_like_lines_without_one_stay():
+    is_noise = NoiseFilter()
+    proto = [b"device_count {", b'  key: "CPU"', b"  value: 1", b"}", b"allow_soft_placement: true", b""]
+    head = b"I0000 00:00:1796063222.971161   29536 eager_service_impl.cc:355] SessionOptions: goo.gle/debugonly   "
+    assert [is_noise(line) for line in [b"value: 1", head, *proto]] == [False, True, *[True] * len(proto)]
+    assert not is_noise(b"loss: 0.5 at step 3")
+    assert not is_noise(b"value: 1")
