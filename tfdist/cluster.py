@@ -43,7 +43,12 @@ _BRIEF.maxlevel = 3
 
 @dataclass(frozen=True, order=True)
 class Task:
-    """One process of a cluster, named by its job and its index in it."""
+    """One process of a cluster, named by its job and its index in it.
+
+    Example:
+        >>> print(tfdist.Task("worker", 1))
+        worker 1
+    """
 
     type: str
     index: int
@@ -71,6 +76,13 @@ class Cluster:
     Raises:
         ClusterError: An unknown job, an address that is not `host:port`, two tasks at one address, more than one
             chief, or nobody who trains.
+
+    Example:
+        >>> cluster = tfdist.Cluster({"worker": ["host1:2222", "host2:2222"]})
+        >>> cluster.training_tasks
+        (Task(type='worker', index=0), Task(type='worker', index=1))
+        >>> cluster.address(cluster.chief)
+        'host1:2222'
     """
 
     jobs: Mapping[str, tuple[str, ...]]
@@ -144,6 +156,12 @@ class TFConfig:
         task: This process; a task of the cluster, or evaluator 0, which is outside of it.
         extra: What else the text said, as JSON values: unknown top-level keys (`environment`, `job`), and under
             "task" the unknown keys of the task (Vertex AI's `trial`).
+
+    Example:
+        >>> cluster = tfdist.Cluster({"worker": ["host1:2222", "host2:2222"]})
+        >>> config = tfdist.TFConfig(cluster, tfdist.Task("worker", 1))
+        >>> config.is_chief, config.training_index
+        (False, 1)
     """
 
     cluster: Cluster
