@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tfdist import first_use as _first_use
+
 __version__ = "0.1.0.dev0"
 
 # name -> the module it lives in
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from tfdist.saving import save as save
     from tfdist.strategy import create_strategy as create_strategy
     from tfdist.tf_config import resolve as resolve
+
+# Before TensorFlow is imported, so that a create_strategy() that comes too late can say what came before it.
+_first_use.watch()
 
 
 def __getattr__(name: str) -> object:

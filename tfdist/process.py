@@ -56,6 +56,7 @@ class LaunchInfo:
         last_failure: One line on why the attempt before this ended.
         start_timeout_s: How long the tasks wait for each other at the start, where the launcher was told.
         step_timeout_s: How long a task waits for another in a step, where the launcher was told.
+        heartbeat_timeout_s: Silence after which a task counts as lost: TFDIST_HEARTBEAT_TIMEOUT_S, which no flag sets.
     """
 
     run_dir: str | None = None
@@ -66,6 +67,7 @@ class LaunchInfo:
     last_failure: str = ""
     start_timeout_s: float | None = None
     step_timeout_s: float | None = None
+    heartbeat_timeout_s: float | None = None
 
     @staticmethod
     def read(environ: Mapping[str, str]) -> LaunchInfo:
@@ -84,6 +86,7 @@ class LaunchInfo:
             last_failure=environ.get("TFDIST_LAST_FAILURE", ""),
             start_timeout_s=_number(environ, "TFDIST_START_TIMEOUT_S"),
             step_timeout_s=_number(environ, "TFDIST_STEP_TIMEOUT_S"),
+            heartbeat_timeout_s=_number(environ, "TFDIST_HEARTBEAT_TIMEOUT_S"),
         )
 
 

@@ -14,7 +14,6 @@ With ps tasks in the cluster it is a `ParameterServerStrategy`; with two or more
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 import platform
@@ -24,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from tfdist import process, tf_config
+from tfdist import first_use, lookout, process, tf_config
 from tfdist.cluster import Task, TFConfig
 from tfdist.collectives import Group, meet
 from tfdist.errors import ClusterError, StrategyError
@@ -84,6 +83,8 @@ def create_strategy(
         1
     """
     process.report("phase", phase="strategy")
+    # From here on an error ends the process with its own code, and peers that are met hear of it.
+    process.install_exit_hooks()
     environ = os.environ if environ is None else environ
     info = process.LaunchInfo.read(environ)
     start_timeout_s = start_timeout_s or info.start_timeout_s or START_TIMEOUT_S
@@ -159,15 +160,18 @@ def _check_keras(environ: Mapping[str, str]) -> None:
             "TF_USE_LEGACY_KERAS is set, so tf.keras is legacy Keras 2, which tfdist does not train; "
             "unset it on every task and use Keras 3"
         )
-    import keras
+    backend = environ.get("KERAS_BACKEND") or "tensorflow"
+    if "keras" in sys.modules or backend == "tensorflow":  # else its import may fail for want of that backend
+        import keras
 
+        backend = keras.backend.backend()
+    if backend != "tensorflow":
+        raise StrategyError(
+            f"the Keras backend is {backend!r}; tfdist trains with TensorFlow: set KERAS_BACKEND=tensorflow before "
+            "keras is imported"
+        )
     from tfdist.internals import keras as internals
 
-    if keras.backend.backend() != "tensorflow":
-        raise StrategyError(
-            f"the Keras backend is {keras.backend.backend()!r}; tfdist trains with TensorFlow: set "
-            "KERAS_BACKEND=tensorflow before keras is imported"
-        )
     missing = internals.missing()
     if missing:
         raise StrategyError(
@@ -286,7 +290,6 @@ def _create_synchronous(
             SynchronousEngine(strategy, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s),
         )
         process.set_current(process.Current(config, None))
-        process.install_exit_hooks()
         logger.info("one task on %s", device)
         return strategy
 
@@ -294,7 +297,6 @@ def _create_synchronous(
     group = _meet(config, tasks, info, start_timeout_s, step_timeout_s)
     try:
         process.set_current(process.Current(config, group))
-        process.install_exit_hooks()
         agreed = _agree_on_seed(group, seed)
         way = _choose_communication(communication, group)
         through_group = ThroughGroup(group)
@@ -304,9 +306,10 @@ def _create_synchronous(
                 raise StrategyError(f"kind='synchronous' adds up on the host; communication={way!r} needs kind=None")
             reduction: ThroughGroup = through_group
         else:
-            strategy = _multi_worker_mirrored(config, way, start_timeout_s)
+            strategy = _multi_worker_mirrored(config, group, info, way, start_timeout_s)
             reduction = through_group if way == "host" else ThroughStrategy(group, strategy)
-    except BaseException:
+    except BaseException as error:
+        group.leave(None, f"{type(error).__name__}: {error}")
         group.close()
         process.set_current(None)
         raise
@@ -334,8 +337,10 @@ def _check_first(kind: str | None) -> None:
             "this process has a strategy already; a task joins one cluster, once: keep the first strategy"
         )
     if kind != "synchronous" and internals.is_initialized():
+        line = first_use.line()
+        first = f" The first use was\n    {line}\n" if line else " "
         raise StrategyError(
-            "TensorFlow was used before create_strategy(), so this process can no longer join a cluster. "
+            f"TensorFlow was used before create_strategy(), so this process can no longer join a cluster.{first}"
             "Making a tensor, a dataset or a layer, or listing logical devices, is use. Move tfdist.create_strategy() "
             "above it, right below the imports"
         )
@@ -361,7 +366,7 @@ def _meet(
         secret=info.secret,
         start_timeout_s=start_timeout_s,
         step_timeout_s=step_timeout_s,
-        heartbeat_timeout_s=HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_s=info.heartbeat_timeout_s or HEARTBEAT_TIMEOUT_S,
         on_wait=waiting,
         fingerprint=versions,
     )
@@ -404,14 +409,18 @@ def _several_tasks_strategy(device: str, reduction: Any) -> Any:
     return SynchronousStrategy()
 
 
-def _multi_worker_mirrored(config: TFConfig, way: str, start_timeout_s: float) -> Any:
+def _multi_worker_mirrored(
+    config: TFConfig, group: Group, info: process.LaunchInfo, way: str, start_timeout_s: float
+) -> Any:
     import tensorflow as tf
 
     from tfdist.internals import tensorflow as internals
 
     jobs = {job: len(addresses) for job, addresses in config.cluster.jobs.items() if job in ("chief", "worker")}
     internals.configure_coordination_service(
-        jobs, heartbeat_timeout_s=COORDINATION_HEARTBEAT_TIMEOUT_S, register_timeout_s=start_timeout_s
+        jobs,
+        heartbeat_timeout_s=max(COORDINATION_HEARTBEAT_TIMEOUT_S, 2 * (info.heartbeat_timeout_s or 0)),
+        register_timeout_s=start_timeout_s,
     )
     implementations = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
@@ -425,21 +434,17 @@ def _multi_worker_mirrored(config: TFConfig, way: str, start_timeout_s: float) -
         # Counted without starting the runtime, which must not run yet.
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
-    # The constructor waits for its peers holding the GIL: no Python thread, handler or Ctrl-C runs meanwhile. All tasks
-    # met a moment ago, so only a peer that died in between makes it wait for long.
     logger.info(
-        "all tasks have met; starting TensorFlow's servers (should a task die just now, this one ends after %g s "
-        "with a stack dump)",
-        start_timeout_s,
+        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces and ask nobody who he is "
+        "(kind='synchronous' has none)"
     )
     for handler in logging.getLogger("tfdist").handlers:
         handler.flush()
     internals.let_mirrored_variables_be_numbers()
-    faulthandler.dump_traceback_later(start_timeout_s, exit=True)
-    try:
+    # The constructor waits for its peers holding the GIL: no Python thread, handler or Ctrl-C runs meanwhile. All tasks
+    # met a moment ago, so only a peer that died in between makes it wait for long.
+    with lookout.looking_out(str(group.task), group.connections, start_timeout_s):
         return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
 
 
 # -- seeds

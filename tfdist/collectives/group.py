@@ -178,6 +178,11 @@ class Group:
         """Notes the step this task is at, for messages here and on the peers."""
         self._step = step
 
+    @property
+    def connections(self) -> dict[int, str]:
+        """File descriptor of a connection to each peer -> its name; to see it end, not to read from it."""
+        return {} if self._monitor is None else self._monitor.connections
+
     def set_step_timeout(self, timeout_s: float) -> None:
         """Sets how long a call waits for a task that is alive."""
         self._step_timeout_s = timeout_s

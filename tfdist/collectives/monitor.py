@@ -132,6 +132,11 @@ class Monitor:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def connections(self) -> dict[int, str]:
+        """File descriptor of each peer's control connection -> the peer's name."""
+        return {link.fd: link.name for link in self._links.values()}
+
     def fatal(self) -> Trouble | None:
         """Returns the first trouble that ends the group for everybody, waiting or not."""
         with self._changed:

@@ -6,12 +6,14 @@ neither saving nor cloning nor class names.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
+from tfdist import tf_config
 from tfdist.errors import StrategyError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.trainer import hooks, loop
@@ -19,12 +21,15 @@ from tfdist.trainer.synchronous import SynchronousEngine
 
 _engines: weakref.WeakKeyDictionary[Any, SynchronousEngine | str] = weakref.WeakKeyDictionary()
 _installed = False
+_cluster_text: str | None = None  # TF_CONFIG when the strategy was made
 
 
 def register(strategy: tf.distribute.Strategy, engine: SynchronousEngine | str) -> None:
     """Sends models made in the scope of `strategy` to `engine`; a string is the reason why they can't be trained."""
+    global _cluster_text
     _install()
     _engines[strategy] = engine
+    _cluster_text = os.environ.get("TF_CONFIG")
 
 
 def _engine_for(model: Any, method: str) -> SynchronousEngine | None:
@@ -40,7 +45,22 @@ def _engine_for(model: Any, method: str) -> SynchronousEngine | None:
                 "tasks would train its own copy. Make and compile it inside:\n"
                 "    with strategy.scope():\n        model = ...\n        model.compile(...)"
             )
+    if engine is not None and engine.size == 1 and method == "fit":
+        _refuse_late_cluster()
     return engine
+
+
+def _refuse_late_cluster() -> None:
+    """Raises where TF_CONFIG was set after the strategy was made: N tasks would each train alone, unnoticed."""
+    text = os.environ.get("TF_CONFIG")
+    if text == _cluster_text:
+        return
+    config = tf_config.resolve()
+    if config is not None and config.cluster.num_training_tasks > 1:
+        raise StrategyError(
+            f"TF_CONFIG was set after create_strategy(), which therefore made a strategy of one task, and names "
+            f"{config.cluster.num_training_tasks} training tasks. Set it before; `python -m tfdist.run` does"
+        )
 
 
 def _install() -> None:
