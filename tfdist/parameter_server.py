@@ -28,7 +28,6 @@ NO_FIT = (
 def coordinate(config: TFConfig, group: Group) -> tf.distribute.ParameterServerStrategy:
     """Returns the chief's strategy; its constructor connects to the servers of all other tasks."""
     process.set_current(process.Current(config, None, group))
-    process.install_exit_hooks()
     # Never a variable_partitioner: Keras 3 can neither train nor save the sharded variables that it makes.
     strategy = tf.distribute.ParameterServerStrategy(_resolver(config), variable_partitioner=None)
     dispatch.register(strategy, NO_FIT)
@@ -43,7 +42,6 @@ def serve(config: TFConfig, group: Group) -> NoReturn:
         PeerLostError: The chief is gone without a goodbye, or left because of an error.
     """
     process.set_current(process.Current(config, None, group))
-    process.install_exit_hooks()
     resolver = _resolver(config)
     server = tf.distribute.Server(
         resolver.cluster_spec(),

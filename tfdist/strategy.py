@@ -82,12 +82,11 @@ def create_strategy(
         >>> strategy.num_replicas_in_sync
         1
     """
-    process.report("phase", phase="strategy")
-    # From here on an error ends the process with its own code, and peers that are met hear of it.
     process.install_exit_hooks()
     environ = os.environ if environ is None else environ
     info = process.LaunchInfo.read(environ)
     start_timeout_s = start_timeout_s or info.start_timeout_s or START_TIMEOUT_S
+    process.report("phase", phase="strategy", start_timeout_s=start_timeout_s)
     step_timeout_s = step_timeout_s or info.step_timeout_s or process.DEFAULT_STEP_TIMEOUT_S
     if kind is not None and kind not in KINDS:
         raise StrategyError(f"kind={kind!r}; it must be one of {', '.join(map(repr, KINDS))}, or None")
@@ -105,8 +104,8 @@ def create_strategy(
     if kind == "parameter_server":
         if config is None:
             raise ClusterError(
-                "kind='parameter_server' needs a cluster of a chief, workers and ps, and TF_CONFIG names none; start the "
-                f"script with: python -m tfdist.run --workers 2 --ps 1 {sys.argv[0] or 'train.py'}"
+                "kind='parameter_server' needs a cluster of a chief, workers and ps, and TF_CONFIG names none; start "
+                f"it with: python -m tfdist.run --workers 2 --ps 1 {sys.argv[0] or 'train.py'}"
             )
         return _create_parameter_server(config, info, deterministic, seed, start_timeout_s, step_timeout_s)
     strategy = _create_synchronous(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import zipfile
@@ -280,10 +281,8 @@ def backup_restores_all_tasks_from_the_chief(task: Task) -> Any:
         backup = keras.callbacks.BackupAndRestore(folder)
         epochs: list[int] = []
         noted = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epochs.append(epoch))
-        try:
+        with contextlib.suppress(KeyError):
             model.fit(X, Y, epochs=4, verbose=0, shuffle=False, callbacks=[backup, noted, *callbacks])
-        except KeyError:
-            pass
         model.fit(X, Y, epochs=1, verbose=0, callbacks=[noted])  # Keras' own fit runs no epoch here
         return [epochs, int(model.optimizer.iterations), task.same_everywhere(model.get_weights()[0])]
 

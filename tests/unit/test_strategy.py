@@ -11,12 +11,12 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.errors import ClusterError, StrategyError
+from tfdist.internals.keras import GLOBAL_STATE
 
 
 def tf_config(task: str = "worker", index: int = 0, **jobs: int) -> dict[str, str]:
-    cluster = {
-        job: [f"127.0.0.1:{2000 + 100 * n + i}" for i in range(count)] for n, (job, count) in enumerate(jobs.items())
-    }
+    ports = iter(range(2000, 3000))
+    cluster = {job: [f"127.0.0.1:{next(ports)}" for _ in range(count)] for job, count in jobs.items()}
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": task, "index": index}})}
 
 
@@ -81,7 +81,7 @@ def test_seed_makes_a_lone_script_repeatable():
 def test_without_a_seed_a_lone_script_stays_random():
     def losses() -> list[float]:
         keras.utils.set_random_seed(1)
-        keras.src.backend.common.global_state.set_global_attribute("global_random_seed", None)  # as if none was set
+        GLOBAL_STATE.find()("global_random_seed", None)  # as if the script had set none
         strategy = tfdist.create_strategy()
         with strategy.scope():
             model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])

@@ -320,7 +320,10 @@ class _Meeting:
                 raise MeetingError(f"{link.name} broke the control connection: it {error}") from None
             if goodbyes:
                 text = str(goodbyes[0].get("why") or goodbye(link, goodbyes[0]).text)
-                raise MeetingError(f"{text} (while {self._me.name} was waiting for the others)")
+                timed_out = goodbyes[0].get("timed_out") is True
+                raise MeetingError(
+                    f"{text} (while {self._me.name} was waiting for the others)", timed_out=timed_out
+                ) from None
             if link.ended and self._is_here(index):
                 raise MeetingError(f"{link.name} came, and ended before all tasks were here (killed or crashed?)")
         for (index, channel), sock in list(self._sockets.items()):
@@ -387,7 +390,8 @@ class _Meeting:
 
 def _farewell(error: BaseException) -> dict[str, Any]:
     reason = str(error) if isinstance(error, MeetingError) else f"{type(error).__name__}: {error}"
-    return {"code": None, "reason": reason[:MAX_TEXT], "step": None}
+    timed_out = isinstance(error, MeetingError) and error.timed_out
+    return {"code": None, "reason": reason[:MAX_TEXT], "step": None, "timed_out": timed_out}
 
 
 def _has_ended(sock: socket.socket) -> bool:

@@ -7,15 +7,13 @@ and does not come.
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 import threading
 import time
 from types import TracebackType
 
 from tfdist import process
-
-EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the launcher's code for time-outs
+from tfdist.errors import WaitError
 
 
 class Watchdog:
@@ -49,9 +47,6 @@ class Watchdog:
             last = self._last
             if last is None or time.monotonic() - last < self._timeout_s:
                 continue
-            message = f"no step ended within {self._timeout_s:g} s (step_timeout_s); the stacks of all threads follow"
-            print(f"tfdist: {message}", file=sys.stderr, flush=True)
+            print("tfdist: no step ends; the stacks of all threads:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-            process.report("error", error="step time-out", message=message, code=EXIT_CODE)
-            sys.stderr.flush()
-            os._exit(EXIT_CODE)
+            process.fail(WaitError(f"no step of this task ended within {self._timeout_s:g} s (step_timeout_s)"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from tfdist.errors import DataError, UnsupportedError
+from tfdist.internals.keras import MAX_STEPS
 from tfdist.trainer.inputs import Input
 
 
@@ -41,7 +44,7 @@ def test_tasks_together_get_each_row_of_each_batch_once_in_order(source, rows, b
     parts = batches(source, rows, batch_size, size)
     for step, first in enumerate(range(0, rows, batch_size)):
         expected = list(range(first, min(first + batch_size, rows)))
-        assert sum((part[step][0] for part in parts), []) == expected
+        assert [row for part in parts for row in part[step][0]] == expected
         assert {part[step][1] for part in parts} == {len(expected)}
     shares = [[len(part[step][0]) for part in parts] for step in range(len(parts[0]))]
     assert all(max(s) - min(s) <= 1 for s in shares), "no task may get much more than another"
@@ -162,9 +165,7 @@ def test_input_that_can_not_be_split_says_what_to_pass(x, error, message):
 
 
 def test_the_debugging_cap_of_keras_holds(monkeypatch):
-    from keras.src.backend import config
-
-    monkeypatch.setattr(config, "_MAX_STEPS_PER_EPOCH", 2)
+    monkeypatch.setattr(sys.modules[MAX_STEPS.module], "_MAX_STEPS_PER_EPOCH", 2)
     with pytest.warns(UserWarning, match="Limiting steps_per_epoch to 2"):
         data = Input(np.arange(10), batch_size=2, index=0, size=1)
     assert data.steps == 2

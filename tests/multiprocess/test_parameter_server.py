@@ -1,0 +1,123 @@
+"""Parameter servers: the chief gets a strategy, workers and ps serve and leave with it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import portpicker
+import pytest
+from launching import environment, run, wait_for, write
+
+from tfdist import tf_config
+
+# Prints what happens; with "wait" the chief stays until it is killed.
+SCRIPT = """
+    import sys, time
+    import keras, tensorflow as tf, tfdist
+
+    strategy = tfdist.create_strategy(start_timeout_s=float(sys.argv[2]))
+    print("chief", tfdist.is_chief(), type(strategy).__name__, flush=True)
+    with strategy.scope():
+        total = tf.Variable(0.0)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+    @tf.function
+    def step():
+        total.assign_add(1.0)
+        return total.read_value()
+
+    for _ in range(20):
+        coordinator.schedule(step)
+    coordinator.join()
+    print("total", float(total.numpy()), flush=True)
+    if sys.argv[1] == "wait":
+        time.sleep(60)
+    try:
+        model.fit([[1.0, 2.0]], [[1.0]])
+    except tfdist.errors.UnsupportedError as error:
+        print("refused", error, flush=True)
+"""
+CLEAN = ["chief True ParameterServerStrategyV2", "total 20.0"]
+
+
+class Started:
+    """A cluster of one chief, one worker and one ps, started without the launcher as a platform would."""
+
+    def __init__(self, folder: Path, argument: str, without: str = "", start_timeout_s: float = 60) -> None:
+        ports = [portpicker.pick_unused_port() for _ in range(3)]
+        cluster = tf_config.local_cluster(workers=1, ps=1, chief=True, ports=ports)
+        script = write(folder, SCRIPT)
+        self.tasks: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs = {str(task): folder / f"{task}.log" for task in cluster.tasks}
+        for task in cluster.tasks:
+            if str(task) != without:
+                with open(self._logs[str(task)], "wb") as log:
+                    self.tasks[str(task)] = subprocess.Popen(
+                        [sys.executable, "-u", script, argument, str(start_timeout_s)],
+                        env=environment({"TF_CONFIG": tf_config.build(cluster, task)}),
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                    )
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.tasks.values():
+            process.kill()
+            process.wait()
+
+    def log(self, task: str) -> str:
+        return self._logs[task].read_text(errors="replace") if self._logs[task].exists() else ""
+
+    def codes(self, timeout_s: float) -> dict[str, int]:
+        wait_for(lambda: all(p.poll() is not None for p in self.tasks.values()), f"all to end\n{self}", timeout_s)
+        return {name: process.returncode for name, process in self.tasks.items()}
+
+    def __str__(self) -> str:
+        return "\n".join(f"--- {name}\n{self.log(name)}" for name in self._logs)
+
+
+def test_launched_workers_and_ps_end_with_the_chief(tmp_path):
+    ended = run("--workers", 2, "--ps", 1, write(tmp_path, SCRIPT), "go", 60)
+    assert ended.code == 0, str(ended)
+    *said, refused = ended.said_by("chief 0")
+    assert said == CLEAN
+    assert "model.fit: not supported under ParameterServerStrategy yet" in refused
+    assert not ended.said_by("worker 0"), "a worker serves, and runs nothing below create_strategy"
+
+
+def test_without_the_launcher_workers_and_ps_leave_by_themselves(tmp_path):
+    with Started(tmp_path, "go") as cluster:
+        assert cluster.codes(timeout_s=40) == {"chief 0": 0, "worker 0": 0, "ps 0": 0}, str(cluster)
+        assert "total 20.0" in cluster.log("chief 0")
+
+
+def test_when_the_chief_is_killed_workers_and_ps_leave_and_name_it(tmp_path):
+    with Started(tmp_path, "wait") as cluster:
+        wait_for(lambda: "total 20.0" in cluster.log("chief 0"), f"the chief to work\n{cluster}", 40)
+        cluster.tasks["chief 0"].send_signal(signal.SIGKILL)
+        codes = cluster.codes(timeout_s=10)
+        assert codes == {"chief 0": -signal.SIGKILL, "worker 0": 1, "ps 0": 1}, str(cluster)
+        for task in ("worker 0", "ps 0"):
+            assert "PeerLostError: chief 0 is gone" in cluster.log(task)
+
+
+@pytest.mark.parametrize("missing", ["ps 0", "chief 0"])
+def test_a_task_that_never_starts_is_named(missing, tmp_path):
+    with Started(tmp_path, "go", without=missing, start_timeout_s=6) as cluster:
+        codes = cluster.codes(timeout_s=40)
+        assert set(codes.values()) == {75}, str(cluster)
+        for task in codes:
+            assert f"MeetingError: {missing}" in cluster.log(task) or f"{missing} at" in cluster.log(task), str(cluster)
+
+
+def test_the_cluster_document_of_the_shipped_sample_is_of_this_shape():
+    sample = json.loads((Path(__file__).parents[2] / "tf_config/local_pss/ps-0.json").read_text())
+    assert set(sample["cluster"]) == {"chief", "worker", "ps"}
