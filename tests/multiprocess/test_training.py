@@ -53,6 +53,16 @@ def test_shuffled_rows_are_each_seen_once_and_in_another_order_in_each_fit(both)
     assert first[0] != first[1]
 
 
+def test_dropout_masks_differ_between_tasks_and_steps_and_come_again_with_the_seed(both):
+    first, second = both("dropout_masks")
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    masks = [*first[0], *second[0]]
+    assert len(masks) == 4
+    assert all(10 < len(mask) < 54 for mask in masks)
+    assert len({tuple(mask) for mask in masks}) == 4
+
+
 REFUSED = {
     "second_strategy": "StrategyError.*has a strategy already",
     "first_batches_that_differ": "DataError: worker 1 read another first batch than worker 0.*seed",

@@ -197,6 +197,34 @@ def model_made_outside_the_scope(task: Task) -> Any:
     model.fit(X, Y, verbose=0)
 
 
+# -- random layers
+
+
+@check
+def dropout_masks(task: Task) -> Any:
+    """Which of 64 values each of two steps dropped on this task, in a run and in the same run again."""
+
+    def run() -> list[list[int]]:
+        keras.utils.set_random_seed(3)
+        with task.strategy.scope():
+            model = keras.Sequential([keras.Input((64,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        dropped: list[list[int]] = []
+        original = model.layers[0].call
+
+        def call(x: Any, training: bool = False) -> Any:
+            out = original(x, training=training)
+            if training:
+                tf.py_function(lambda v: dropped.append(np.flatnonzero(v.numpy()[0] == 0).tolist()), [out], [])
+            return out
+
+        model.layers[0].call = call
+        model.fit(np.ones((4, 64), "float32"), np.ones((4, 1)), batch_size=2, verbose=0)
+        return dropped
+
+    return [run(), run()]
+
+
 # -- callbacks
 
 
