@@ -193,6 +193,17 @@ def layers_of(model: Any) -> list[Any]:
     return list(model._flatten_layers())
 
 
+@functools.lru_cache(maxsize=1)
+def activity_losses_are_sums() -> bool:
+    """Returns whether an activity regularizer adds the sum over a batch's rows, as in Keras 3.13, or their mean."""
+    import keras
+    import numpy as np
+
+    layer = keras.layers.Activation("linear", activity_regularizer=keras.ops.sum)
+    layer(np.ones((2,), "float32"))
+    return float(layer.losses[0]) > 1.5
+
+
 def assert_compiled(model: Any, method: str) -> None:
     model._assert_compile_called(method)
 

@@ -62,7 +62,8 @@ class CaptureScope(keras.StatelessScope):
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         if id(variable) in self._captured:
-            self.state_mapping[id(variable)] = tf.cast(value, variable.dtype)
+            # Some updates lose their static shape, which the next scope wants to see.
+            self.state_mapping[id(variable)] = tf.ensure_shape(tf.cast(value, variable.dtype), variable.shape)
         else:
             internals.assign_native(variable, value)
 

@@ -11,7 +11,7 @@ import json
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -58,6 +58,7 @@ class SynchronousEngine:
         self.size, self.index = self.reduction.size, self.reduction.index
         self.is_chief = self.index == 0
         self._reported_first_step = False
+        self._activity_losses_are_sums = self.size > 1 and internals.activity_losses_are_sums()
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -302,7 +303,8 @@ class SynchronousEngine:
         metrics = _metric_variables(model)
         moving = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)] if training else []
         step = Step(self.reduction, self._host, rows, total)
-        logs, states = step.run(function, data, metrics, moving)
+        with _whole_activity_losses(model, step) if self._activity_losses_are_sums else nullcontext():
+            logs, states = step.run(function, data, metrics, moving)
         return _global_logs(step, model, metrics, states, logs or {})
 
     # -- metrics
@@ -382,6 +384,31 @@ def _global_logs(
     merged = tf.nest.pack_sequence_as([logs[key] for key in extra], sums[len(states) :])
     result.update(zip(extra, merged, strict=True))
     return {key: result[key] for key in logs}
+
+
+@contextmanager
+def _whole_activity_losses(model: Any, step: Step) -> Iterator[None]:
+    """A task's activity losses are part of a sum over all rows: its share must not weigh them again."""
+    whole: dict[int, tuple[Any, Any]] = {
+        id(layer): (layer, layer.activity_regularizer)
+        for layer in internals.layers_of(model)
+        if layer.activity_regularizer is not None
+    }
+
+    def unweighted(regularizer: Any) -> Callable[[Any], Any]:
+        def loss(output: Any) -> Any:
+            value = regularizer(output)
+            return tf.math.divide_no_nan(value, step.share(value.dtype))
+
+        return loss
+
+    try:
+        for layer, regularizer in whole.values():
+            layer.activity_regularizer = unweighted(regularizer)
+        yield
+    finally:
+        for layer, regularizer in whole.values():
+            layer.activity_regularizer = regularizer
 
 
 def _metric_variables(model: Any) -> list[Any]:
