@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from tfdist import first_use, lookout, process, tf_config
+from tfdist import first_use, lookout, process, proxies, tf_config
 from tfdist.cluster import Task, TFConfig
 from tfdist.collectives import Group, meet
 from tfdist.errors import ClusterError, StrategyError
@@ -246,6 +246,7 @@ def _create_parameter_server(
     if seed is not None:
         _set_seed(seed)
     group = _meet(config, config.cluster.tasks, info, start_timeout_s, step_timeout_s)
+    _pass_proxies(config)
     if config.task != config.cluster.chief:
         parameter_server.serve(config, group)
     strategy = parameter_server.coordinate(config, group)
@@ -371,6 +372,15 @@ def _meet(
     )
 
 
+def _pass_proxies(config: TFConfig) -> None:
+    """Lets this process's gRPC reach the tasks directly; our own sockets ask no proxy."""
+    hosts = [config.cluster.address(task).rpartition(":")[0].strip("[]") for task in config.cluster.tasks]
+    changed = proxies.exceptions(os.environ, hosts)
+    if changed:
+        # gRPC, in C++, reads this process's environment.
+        os.environ["no_grpc_proxy"] = changed["no_grpc_proxy"]  # noqa: SIM112
+
+
 def _one_device_strategy(device: str) -> Any:
     import tensorflow as tf
 
@@ -433,6 +443,7 @@ def _multi_worker_mirrored(
         # Counted without starting the runtime, which must not run yet.
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
+    _pass_proxies(config)
     logger.info(
         "all tasks have met; starting TensorFlow's servers, which listen on all interfaces and ask nobody who he is "
         "(kind='synchronous' has none)"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tfdist import tf_config
+from tfdist import proxies, tf_config
 from tfdist.cluster import Cluster, Task
 from tfdist.errors import LaunchError
 
@@ -26,7 +26,6 @@ TASK_VARIABLES = (
 # The launcher's own settings; tasks do not see them.
 SETTING_PREFIX = "TFDIST_RUN_"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
-PROXY_VARIABLES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +151,7 @@ def make_plan(
         intra, inter = threads["TF_NUM_INTRAOP_THREADS"], threads["TF_NUM_INTEROP_THREADS"]
         notes.append(f"each task computes on {intra} of {processors} CPU threads (ops side by side: {inter})")
     common.update(threads)
-    common.update(_no_proxy(common, [host]))
+    common.update(proxies.exceptions(common, [host]))
     common.update(_words_to_tasks(options, run_dir, len(tasks)))
     shares = _gpu_shares(tasks, cluster, gpus, notes)
     plans = tuple(
@@ -198,22 +197,6 @@ def _threads(options: Options, environ: Mapping[str, str], processors: int, task
     # One thread for whole ops would let an op that waits for its peers keep the others from running.
     inter = max(2, intra)
     return dict(zip(THREAD_VARIABLES, map(str, (intra, intra, inter)), strict=True))
-
-
-def _no_proxy(environ: Mapping[str, str], hosts: Sequence[str]) -> dict[str, str]:
-    """Exceptions from the user's proxies for the cluster: gRPC asks a proxy even for this host.
-
-    gRPC reads `no_grpc_proxy` and, only where that is not set, `no_proxy`.
-    """
-    if not any(environ.get(name) or environ.get(name.upper()) for name in PROXY_VARIABLES):
-        return {}
-    changed = {}
-    for name in ("no_proxy", "NO_PROXY", "no_grpc_proxy"):
-        before = environ.get(name) or environ.get("no_proxy") or environ.get("NO_PROXY") or ""
-        names = [part.strip() for part in before.split(",") if part.strip()]
-        added = [host for host in dict.fromkeys([*hosts, "127.0.0.1", "localhost", "::1"]) if host not in names]
-        changed[name] = ",".join([*names, *added])
-    return changed
 
 
 def _gpu_shares(
