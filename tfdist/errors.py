@@ -85,4 +85,12 @@ class MismatchError(GroupError):
 
 
 class WaitError(GroupError, TimeoutError):
-    """A task that is alive did not come in time."""
+    """A task that is alive did not come in time.
+
+    Attributes:
+        task: The task that did not come, e.g. `Task("worker", 1)`.
+    """
+
+    def __init__(self, message: str, *, task: object = None) -> None:
+        super().__init__(message)
+        self.task = task

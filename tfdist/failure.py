@@ -36,7 +36,8 @@ def describe(error: BaseException, *, task: str | None, code: int, step: int | N
         "error": type(error).__name__,
         "message": str(error)[:4000],
         "traceback": "".join(traceback.format_exception(error))[-20000:],
-        "consequence": any(_is_about_others(link) for link in links),
+        # Those who wait for a meeting in vain know no more than that.
+        "consequence": any(map(_is_about_others, links)) and not any(map(_is_late_meeting, links)),
         "lost": next((lost for link in links if (lost := _lost_task(link))), None),
     }
 
@@ -54,12 +55,18 @@ def _is_about_others(error: BaseException) -> bool:
         return True
     if isinstance(error, MeetingError):
         return not error.timed_out
+    if isinstance(error, WaitError):
+        return error.task is not None
     # An error out of a TensorFlow op carries the Python error only as text.
     return isinstance(error, PeerLostError) or "PeerLostError" in str(error)
 
 
+def _is_late_meeting(error: BaseException) -> bool:
+    return isinstance(error, MeetingError) and error.timed_out
+
+
 def _lost_task(error: BaseException) -> str | None:
-    if isinstance(error, PeerLostError) and error.task is not None:
+    if isinstance(error, (PeerLostError, WaitError)) and error.task is not None:
         return str(error.task)
     match = re.search(r"PeerLostError: (\w+ \d+) ", str(error))
     return match[1] if match else None

@@ -23,12 +23,14 @@ def raised(error, cause=None):
     [
         (ValueError("bad"), False, None),
         (WaitError("late"), False, None),
+        (WaitError("worker 1 is late", task=Task("worker", 1)), True, "worker 1"),
         (PeerLostError("worker 1 died", task=Task("worker", 1)), True, "worker 1"),
         (PeerLostError("somebody died"), True, None),
         (raised(RuntimeError("step failed"), PeerLostError("gone", task=Task("ps", 0))), True, "ps 0"),
         (RuntimeError("UnknownError: PeerLostError: worker 1 left at step 5 with code 0\nTraceback"), True, "worker 1"),
         (MeetingError("worker 1 came, and ended"), True, None),
         (MeetingError("nobody came", timed_out=True), False, None),
+        (raised(MeetingError("late", timed_out=True), WaitError("late", task=Task("worker", 1))), False, "worker 1"),
     ],
 )
 def test_an_error_about_another_task_is_told_as_such(error, consequence, lost):

@@ -340,20 +340,20 @@ class Group:
             accounts.append(f"{self.tasks[index]} (alive,{step} {said.get('doing', 'before its first call')})")
         why = f"{_names(accounts)} did not come to {self._where()} within {self._step_timeout_s:g} s"
         self._account = {"error": "WaitError", "why": f"{why}, {self.task} gave up", "blame": pending[0]}
-        return WaitError(f"{why}, while {self.task} waited there")
+        return WaitError(f"{why}, while {self.task} waited there", task=self.tasks[pending[0]])
 
     def _error_of(self, trouble: Trouble) -> GroupError:
         told = f" (told by {trouble.told_by})" if trouble.told_by and trouble.blame != trouble.source else ""
         self._account = {"error": trouble.error, "why": trouble.text, "blame": trouble.blame}
         if trouble.error == "MismatchError":
             return MismatchError(trouble.text)
+        blamed = self.tasks[trouble.blame] if 0 <= trouble.blame < self.size else self.tasks[trouble.source]
         if trouble.error == "WaitError":
-            return WaitError(f"{trouble.text}{told}")
+            return WaitError(f"{trouble.text}{told}", task=blamed)
         if trouble.blame == self.index:
             return PeerLostError(
                 f"{trouble.told_by} gave this task up: {trouble.text}", task=self.tasks[trouble.source]
             )
-        blamed = self.tasks[trouble.blame] if 0 <= trouble.blame < self.size else self.tasks[trouble.source]
         text = f"{trouble.text}{told}, while {self.task} waited for it in {self._where()}"
         return PeerLostError(text, task=blamed)
 
@@ -375,8 +375,8 @@ class Group:
         if self._is_forked:
             raise GroupError(f"{call}: this process was forked from {self.task}; only {self.task} itself can call")
         if self._error is not None:
-            if isinstance(self._error, PeerLostError):
-                raise PeerLostError(str(self._error), task=self._error.task)
+            if isinstance(self._error, (PeerLostError, WaitError)):
+                raise type(self._error)(str(self._error), task=self._error.task)
             raise type(self._error)(str(self._error))
         if self._leaving:
             raise GroupError(f"{call}: {self.task} has left the group; no call can follow")

@@ -53,10 +53,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Which task failed first, by `kind` "own", "left" or "hearsay"."""
+    """Which task failed first.
+
+    Attributes:
+        task: The one that died, left, or is said to be lost; the one that says so where it names none.
+        kind: "own", "left" or "hearsay".
+        by: Who says it, for hearsay.
+    """
 
     task: Task
     kind: str
+    by: Task | None = None
 
 
 def first_failure(tasks: Sequence[Seen]) -> Verdict | None:
@@ -85,4 +92,9 @@ def first_failure(tasks: Sequence[Seen]) -> Verdict | None:
     for seen in tasks:
         if str(seen.task) in lost and seen.code == 0:
             return Verdict(seen.task, "left")
-    return Verdict(hearsay[0][1].task, "hearsay")
+    # Those who say something are alive to the rest; the lost one is silent.
+    silent = {str(seen.task): seen.task for seen in tasks if seen.words is None}
+    for _, seen in hearsay:
+        if seen.words is not None and seen.words.lost in silent:
+            return Verdict(silent[seen.words.lost], "hearsay", seen.task)
+    return Verdict(hearsay[0][1].task, "hearsay", hearsay[0][1].task)

@@ -60,6 +60,8 @@ def failure_block(
     first = next(task for task in tasks if task.task == verdict.task)
     if verdict.kind == "left":
         end = f"left with exit code 0{_at_step(first)}, while others still needed it"
+    elif verdict.by not in (None, verdict.task):
+        end = f"given up by {verdict.by}, which tells why below; then it was stopped"
     elif first.code is None or (first.stopped and first.words is not None):
         end = describe_end(None if first.words is None else first.words.code)
     else:

@@ -225,7 +225,7 @@ class Supervisor:
                 return
         self._settle_until = None
         self._verdict = verdict
-        first = self._task(verdict)
+        first = self._task(verdict.by or verdict.task)
         code = first.words.code if first.words is not None else report.exit_code(first.code or 1)
         # A task that waited in vain for another knows no more; the stacks say where that one is.
         self._begin_stop("failure", signal.SIGTERM, FAILURE_GRACE_S, code, dump=code == report.EXIT_TIMEOUT)
@@ -269,7 +269,7 @@ class Supervisor:
         now = time.monotonic()
         if stop is None or now < stop.ask_at:
             return
-        failing = None if self._verdict is None else self._task(self._verdict)
+        failing = None if self._verdict is None else self._task(self._verdict.task)
         if not stop.asked:
             stop.asked = True
             if stop.kind != "signal":
@@ -282,7 +282,7 @@ class Supervisor:
         if now < stop.kill_at:
             return
         for task in self._tasks:
-            is_failing = task is failing and now < stop.began_at + FAILING_TASK_GRACE_S
+            is_failing = task is failing and task.words is not None and now < stop.began_at + FAILING_TASK_GRACE_S
             if task.is_alive and not is_failing:
                 if stop.kind == "signal" and not stop.killed:
                     waited = stop.kill_at - stop.ask_at
@@ -322,7 +322,7 @@ class Supervisor:
             has_saved_and_left = codes <= {0, EXIT_PREEMPTED} and EXIT_PREEMPTED in codes
             return EXIT_PREEMPTED if has_saved_and_left else stop.code
         if self._verdict is not None:
-            first = self._task(self._verdict)
+            first = self._task(self._verdict.task)
             # What it announced, unless it then ended by itself with another code.
             if not first.stopped and first.code:
                 return report.exit_code(first.code)
@@ -402,10 +402,12 @@ class Supervisor:
 
     def _record(self, verdict: Verdict) -> dict[str, Any]:
         """The error file of the first task, or of one that lost it."""
-        first = self._task(verdict)
+        first = self._task(verdict.by or verdict.task)
         record = read_error_file(self._run_dir, first.plan.local_index)
         if verdict.kind == "own":
             return record
+        if verdict.by is not None:
+            return {**record, "by": str(verdict.by)}
         for task in sorted(self._tasks, key=lambda task: task.words.at if task.words else float("inf")):
             if task.words is not None:
                 return {**read_error_file(self._run_dir, task.plan.local_index), "by": str(task.task)}
@@ -437,8 +439,8 @@ class Supervisor:
 
     # -- small things -------------------------------------------------------------------------------------------------
 
-    def _task(self, verdict: Verdict) -> TaskProcess:
-        return next(task for task in self._tasks if task.task == verdict.task)
+    def _task(self, name: Task) -> TaskProcess:
+        return next(task for task in self._tasks if task.task == name)
 
     def _say(self, *lines: str) -> None:
         encoded = [line.encode(errors="replace") for line in lines]

@@ -25,10 +25,12 @@ def lost(at, task):
         ([Seen(A, 1, 1.5), Seen(B, words=Words(at=1.0, code=1))], Verdict(B, "own")),
         # A consequence is heard first where the cause leaves no words.
         ([Seen(A, 1, 1.0, words=lost(0.9, B)), Seen(B, -11, 1.1)], Verdict(B, "own")),
-        ([Seen(A, words=lost(0.9, B)), Seen(B)], Verdict(A, "hearsay")),
+        ([Seen(A, words=lost(0.9, B)), Seen(B)], Verdict(B, "hearsay", A)),
         ([Seen(A, words=lost(0.9, B)), Seen(B, 0, 0.5)], Verdict(B, "left")),
         ([Seen(A, words=lost(0.9, B)), Seen(B, 0, 0.5), Seen(C, 5, 0.4)], Verdict(C, "own")),
-        ([Seen(A, words=lost(0.9, C)), Seen(B, words=lost(0.8, A)), Seen(C)], Verdict(B, "hearsay")),
+        ([Seen(A, words=lost(0.9, C)), Seen(B, words=lost(0.8, A)), Seen(C)], Verdict(C, "hearsay", A)),
+        ([Seen(A, words=lost(0.9, B)), Seen(B, words=lost(0.8, A))], Verdict(B, "hearsay", B)),
+        ([Seen(A, words=Words(at=0.9, code=1, consequence=True)), Seen(B)], Verdict(A, "hearsay", A)),
         # What we stopped does not count.
         ([Seen(A, -15, 1.0, stopped=True), Seen(B)], None),
         ([Seen(A, -15, 1.0, stopped=True), Seen(B, 2, 3.0)], Verdict(B, "own")),
