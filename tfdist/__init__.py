@@ -25,7 +25,7 @@ _HOME = {
     "resolve": "tfdist.tf_config",
     "save": "tfdist.saving",
 }
-__all__ = sorted([*_HOME, "__version__"])  # noqa: PLE0605
+__all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
     from tfdist import errors as errors

@@ -77,6 +77,8 @@ REFUSED = {
     "dataset_without_batches": r"DataError: .*single rows.*add \.batch\(global_batch_size\)",
     "sparse_dataset": "UnsupportedError: a dataset of tf.SparseTensor.*make it dense",
     "jit_compile": "UnsupportedError: jit_compile=True.*jit_compile=False",
+    "metric_of_a_maximum": "UnsupportedError: the metric largest keeps a state that is no sum over rows",
+    "metric_that_starts_at_infinity": "UnsupportedError: the metric smallest keeps a state that is no sum",
     "train_on_batch": "UnsupportedError: model.train_on_batch.*use fit",
     "model_made_outside_the_scope": r"StrategyError: model.fit: \w+ was made outside.*with strategy.scope\(\):",
 }

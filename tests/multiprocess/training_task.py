@@ -183,6 +183,38 @@ def jit_compile(task: Task) -> Any:
     task.model(jit_compile=True).fit(X, Y, verbose=0)
 
 
+class Largest(keras.metrics.Metric):
+    """A maximum: no sum of the tasks' states."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_true))))
+
+    def result(self) -> Any:
+        return self.value
+
+
+class Smallest(Largest):
+    """Starts at infinity, which summed is infinity."""
+
+    def __init__(self) -> None:
+        keras.metrics.Metric.__init__(self, name="smallest")
+        self.value = self.add_weight(name="value", initializer=keras.initializers.Constant(np.inf))
+
+
+@check
+def metric_of_a_maximum(task: Task) -> Any:
+    task.model(metrics=["mae", Largest()]).fit(X, Y, verbose=0)
+
+
+@check
+def metric_that_starts_at_infinity(task: Task) -> Any:
+    task.model(metrics=[Smallest()]).evaluate(X, Y, verbose=0)
+
+
 @check
 def train_on_batch(task: Task) -> Any:
     task.model().train_on_batch(X, Y)

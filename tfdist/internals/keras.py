@@ -215,3 +215,13 @@ def should_evaluate(model: Any, epoch: int, frequency: Any) -> bool:
 def metrics_in_order(model: Any, logs: dict[str, Any]) -> Any:
     """Returns logs as `evaluate` returns them without `return_dict`."""
     return model._flatten_metrics_in_order(logs)
+
+
+def metrics_inside(metric: Any) -> list[Any] | None:
+    """Returns the metrics that one of Keras' own containers holds, or None for a metric proper."""
+    return list(metric.metrics) if type(metric).__module__.endswith(".trainers.compile_utils") else None
+
+
+def compiled_metrics(model: Any) -> Any:
+    """Returns an object that is another one once the model has been compiled again."""
+    return getattr(model, "_compile_metrics", None)

@@ -90,6 +90,7 @@ def fit(
         callbacks.on_train_begin()
         # After on_train_begin, where BackupAndRestore loads: on the chief only.
         engine.share_variables(model, optimizer=True)
+        engine.check_metrics(model, data)
         first_epoch = engine.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
         if verbose != 0:
             _log_plan(engine, data)
@@ -146,6 +147,7 @@ def evaluate(
         engine.require_same("evaluate", data.summary(""))
         engine.prepare(model, data, training=False)
         engine.share_variables(model, optimizer=False)
+        engine.check_metrics(model, data)
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
         logs = _evaluate(engine, model, data, callbacks)
     return logs if return_dict else internals.metrics_in_order(model, logs)

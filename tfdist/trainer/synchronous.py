@@ -25,6 +25,7 @@ from tfdist.errors import DataError, MismatchError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
 from tfdist.trainer.inputs import Input
+from tfdist.trainer.metrics import not_additive
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.step import CaptureScope, Step
 
@@ -222,6 +223,24 @@ class SynchronousEngine:
                 "jit_compile=True: XLA can not compile a step whose sums cross tasks; "
                 "use model.compile(..., jit_compile=False)"
             )
+
+    def check_metrics(self, model: Any, data: Input) -> None:
+        """Refuses metrics whose states can't be summed over tasks; tried once for each compile.
+
+        Raises:
+            UnsupportedError: On every task, if it is so on any.
+        """
+        compiled = internals.compiled_metrics(model)
+        if self.size == 1 or compiled is None or model.__dict__.get("_tfdist_checked") is compiled:
+            return
+        wrong = not_additive(model, lambda: _without_optionals(next(iter(data.dataset))[0]))
+        if self.any(bool(wrong), "metrics"):
+            raise UnsupportedError(
+                f"the metric {' and '.join(wrong) or '(of another task)'} keeps a state that is no sum over rows, so the "
+                "tasks' states can't be added up; keep sums and counts that start at zero and form the number in "
+                "result(), or compute it from predict() in a callback"
+            )
+        object.__setattr__(model, "_tfdist_checked", compiled)
 
     def warn(self, model: Any) -> None:
         """Says once, on the chief, what differs from one process by design."""
