@@ -445,7 +445,7 @@ def _multi_worker_mirrored(
     )
     _pass_proxies(config)
     logger.info(
-        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces and ask nobody who he is "
+        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces without authentication "
         "(kind='synchronous' has none)"
     )
     for handler in logging.getLogger("tfdist").handlers:

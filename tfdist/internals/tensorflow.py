@@ -62,7 +62,7 @@ def let_mirrored_variables_be_numbers() -> None:
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Returns the argument of the pipeline's last `batch` step; None where later steps may have changed it."""
-    while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset", "_RepeatDataset", "_CacheDataset"):
+    while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset", "_RepeatDataset", "CacheDataset"):
         dataset = dataset._input_dataset
     size = getattr(dataset, "_batch_size", None)
     return None if size is None else int(tf.get_static_value(size))

@@ -16,6 +16,7 @@ _OLD_NATIVE_LINE = re.compile(
 _PLAIN_NOISE = re.compile(
     rb"^WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     rb"|^To enable the following instructions: "
+    rb"|^\t \[\[\{\{node PyFunc\}\}\]\]$"
     rb"|^/job:\w+/replica:\d+/task:\d+$"  # goes with "Example stragglers:"
 )
 # Warnings and errors that come at every start on a machine without a GPU, or say nothing one can act on.
@@ -28,6 +29,7 @@ _EMPTY_WARNINGS = re.compile(
     rb"|Input of GeneratorDatasetOp::Dataset will not be optimized"
     rb"|Cannot dlopen some GPU libraries"
     rb"|could not open file to read NUMA node"
+    rb"|pyfunc_\d+ returns 0 values"  # how a step of ours ends where the group has failed
     rb"|The calling iterator did not fully read the dataset being cached"
 )
 

@@ -14,6 +14,9 @@ NOISE = [
     "E0000 00:00:1796061562.368303    5383 cuda_platform.cc:52] failed call to cuInit: INTERNAL: CUDA error (303)",
     "I0000 00:00:1796061562.502086    5452 coordination_service.cc:505] Example stragglers:",
     "/job:worker/replica:0/task:0",
+    "W0000 00:00:1796064272.540015   22129 local_rendezvous.cc:412] Local rendezvous is aborting with status: "
+    "INVALID_ARGUMENT: pyfunc_1 returns 0 values, but expects to see 4 values.",
+    "\t [[{{node PyFunc}}]]",
     "I0000 00:00:1796061562.501995    5452 coordination_service.h:529] /job:worker/replica:0/task:1 has connected",
     "W0000 00:00:1796061562.826812    5384 dataset.cc:997] Input of GeneratorDatasetOp::Dataset will not be optimized",
     "2024-03-01 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is",
