@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from tfdist import first_use, lookout, process, proxies, tf_config
+from tfdist import first_use, process, proxies, tf_config
 from tfdist.cluster import Task, TFConfig
 from tfdist.collectives import Group, meet
 from tfdist.errors import ClusterError, StrategyError
@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 KINDS = ("multi_worker_mirrored", "parameter_server", "synchronous")
 COMMUNICATIONS = ("auto", "host", "nccl", "ring")
 HEARTBEAT_TIMEOUT_S = 30.0
-# TensorFlow's own heartbeat must not cut in before ours has named the task that is gone.
-COORDINATION_HEARTBEAT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 300.0
 
 
@@ -179,50 +177,6 @@ def _check_keras(environ: Mapping[str, str]) -> None:
         )
 
 
-# -- devices
-
-
-def _configure_devices(several: bool) -> str:
-    """Chooses this task's one device, lets its memory grow, and returns its name."""
-    import tensorflow as tf
-
-    gpus = tf.config.list_physical_devices("GPU")
-    if several and len(gpus) > 1:
-        raise StrategyError(
-            f"this task sees {len(gpus)} GPUs, and a task drives one; start one task per GPU: "
-            f"python -m tfdist.run --workers {len(gpus)} {sys.argv[0] or 'train.py'}, or give each task its own "
-            "CUDA_VISIBLE_DEVICES"
-        )
-    for gpu in gpus:
-        # TensorFlow otherwise takes all memory of a GPU, also of one that it shares.
-        tf.config.experimental.set_memory_growth(gpu, True)
-    return "/GPU:0" if gpus else "/CPU:0"
-
-
-def _gpu_identity() -> str:
-    """Names this task's GPU so that tasks which share one can tell; empty without a GPU."""
-    import tensorflow as tf
-
-    gpus = tf.config.list_physical_devices("GPU")
-    if not gpus:
-        return ""
-    details = tf.config.experimental.get_device_details(gpus[0])
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
-    return f"{platform.node()}/{visible}/{details.get('device_name', 'GPU')}"
-
-
-def _choose_communication(wanted: str, group: Group) -> str:
-    """Decides how gradients cross tasks; the same everywhere, since every task sees every device."""
-    gpus = [text.decode() for text in group.all_gather_bytes(_gpu_identity().encode(), tag="devices")]
-    own_gpu_each = all(gpus) and len(set(gpus)) == len(gpus)
-    if wanted == "nccl" and not own_gpu_each:
-        described = ", ".join(f"{task}: {gpu or 'no GPU'}" for task, gpu in zip(group.tasks, gpus, strict=True))
-        raise StrategyError(f"communication='nccl' needs a GPU of its own in every task ({described})")
-    if wanted != "auto":
-        return wanted
-    return "nccl" if own_gpu_each else "host"
-
-
 # -- parameter servers
 
 
@@ -237,10 +191,10 @@ def _create_parameter_server(
     """Returns the strategy in the chief; serves in every other task, and ends its process."""
     import tensorflow as tf
 
-    from tfdist import parameter_server
+    from tfdist import devices, parameter_server
 
     _check_first("parameter_server")
-    _configure_devices(several=True)
+    devices.configure(several=True)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     if seed is not None:
@@ -271,51 +225,48 @@ def _create_synchronous(
 ) -> Any:
     import tensorflow as tf
 
-    from tfdist.trainer import dispatch
-    from tfdist.trainer.reduction import ThroughGroup, ThroughStrategy
-    from tfdist.trainer.synchronous import SynchronousEngine
+    from tfdist import devices, synchronous
 
     several = len(tasks) > 1
     if several:
         _check_first(kind)
-    device = _configure_devices(several)
+    device = devices.configure(several)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     if not several:
         if seed is not None:
             _set_seed(seed)
-        strategy = _one_device_strategy(device)
-        dispatch.register(
-            strategy,
-            SynchronousEngine(strategy, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s),
-        )
         process.set_current(process.Current(config, None))
-        logger.info("one task on %s", device)
-        return strategy
+        return synchronous.alone(device, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s)
 
     assert config is not None
     group = _meet(config, tasks, info, start_timeout_s, step_timeout_s)
     try:
         process.set_current(process.Current(config, group))
         agreed = _agree_on_seed(group, seed)
-        way = _choose_communication(communication, group)
-        through_group = ThroughGroup(group)
+        way = devices.choose_communication(
+            "host" if kind == "synchronous" and communication == "auto" else communication,
+            group.tasks,
+            [text.decode() for text in group.all_gather_bytes(devices.identity().encode(), tag="devices")],
+        )
         if kind == "synchronous":
-            strategy = _several_tasks_strategy(device, through_group)
-            if way in ("nccl", "ring"):
-                raise StrategyError(f"kind='synchronous' adds up on the host; communication={way!r} needs kind=None")
-            reduction: ThroughGroup = through_group
+            strategy = synchronous.small(group, device, way, seed=agreed, step_timeout_s=step_timeout_s)
         else:
-            strategy = _multi_worker_mirrored(config, group, info, way, start_timeout_s)
-            reduction = through_group if way == "host" else ThroughStrategy(group, strategy)
+            _pass_proxies(config)
+            strategy = synchronous.multi_worker_mirrored(
+                config,
+                group,
+                way,
+                seed=agreed,
+                start_timeout_s=start_timeout_s,
+                step_timeout_s=step_timeout_s,
+                heartbeat_timeout_s=info.heartbeat_timeout_s or HEARTBEAT_TIMEOUT_S,
+            )
     except BaseException as error:
         group.leave(None, f"{type(error).__name__}: {error}")
         group.close()
         process.set_current(None)
         raise
-    dispatch.register(
-        strategy, SynchronousEngine(strategy, group, reduction, seed=agreed, step_timeout_s=step_timeout_s)
-    )
     logger.info(
         "%s is one of %d tasks (%s); %s; gradients through %s",
         config.task,
@@ -323,7 +274,7 @@ def _create_synchronous(
         ", ".join(f"{task} {config.cluster.address(task)}" for task in group.tasks[:8])
         + (" ..." if group.size > 8 else ""),
         type(strategy).__name__,
-        {"host": "sockets of the hosts", "nccl": "NCCL", "ring": "TensorFlow's ring"}[way],
+        devices.WAYS[way],
     )
     return strategy
 
@@ -379,82 +330,6 @@ def _pass_proxies(config: TFConfig) -> None:
     if changed:
         # gRPC, in C++, reads this process's environment.
         os.environ["no_grpc_proxy"] = changed["no_grpc_proxy"]  # noqa: SIM112
-
-
-def _one_device_strategy(device: str) -> Any:
-    import tensorflow as tf
-
-    from tfdist.internals.tensorflow import SynchronousExtended
-
-    class OneTaskStrategy(tf.distribute.Strategy):
-        """One task, one device."""
-
-        def __init__(self) -> None:
-            super().__init__(SynchronousExtended(self, device, 1, 0, list, lambda value: value))
-
-    return OneTaskStrategy()
-
-
-def _several_tasks_strategy(device: str, reduction: Any) -> Any:
-    import numpy as np
-    import tensorflow as tf
-
-    from tfdist.internals.tensorflow import SynchronousExtended
-
-    group = reduction.group
-
-    def from_chief(value: Any) -> Any:
-        return tf.convert_to_tensor(group.broadcast([np.asarray(value)], root=0, tag="initial value")[0])
-
-    class SynchronousStrategy(tf.distribute.Strategy):
-        """Several tasks, one device each; sums go through the hosts' sockets."""
-
-        def __init__(self) -> None:
-            extended = SynchronousExtended(
-                self, device, group.size, group.index, lambda t: reduction.sum(t, "strategy.reduce"), from_chief
-            )
-            super().__init__(extended)
-
-    return SynchronousStrategy()
-
-
-def _multi_worker_mirrored(
-    config: TFConfig, group: Group, info: process.LaunchInfo, way: str, start_timeout_s: float
-) -> Any:
-    import tensorflow as tf
-
-    from tfdist.internals import tensorflow as internals
-
-    jobs = {job: len(addresses) for job, addresses in config.cluster.jobs.items() if job in ("chief", "worker")}
-    internals.configure_coordination_service(
-        jobs,
-        heartbeat_timeout_s=max(COORDINATION_HEARTBEAT_TIMEOUT_S, 2 * (info.heartbeat_timeout_s or 0)),
-        register_timeout_s=start_timeout_s,
-    )
-    implementations = tf.distribute.experimental.CommunicationImplementation
-    options = tf.distribute.experimental.CommunicationOptions(
-        implementation=implementations.NCCL if way == "nccl" else implementations.RING
-    )
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({job: list(config.cluster.jobs[job]) for job in jobs}),
-        task_type=config.task.type,
-        task_id=config.task.index,
-        rpc_layer="grpc",
-        # Counted without starting the runtime, which must not run yet.
-        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
-    )
-    _pass_proxies(config)
-    logger.info(
-        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces without authentication "
-        "(kind='synchronous' has none)"
-    )
-    for handler in logging.getLogger("tfdist").handlers:
-        handler.flush()
-    internals.let_mirrored_variables_be_numbers()
-    # The constructor waits for its peers holding the GIL: no Python thread, handler or Ctrl-C runs meanwhile. All tasks
-    # met a moment ago, so only a peer that died in between makes it wait for long.
-    with lookout.looking_out(str(group.task), group.connections, start_timeout_s):
-        return tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
 
 
 # -- seeds

@@ -1,8 +1,8 @@
 """Metrics of the user's own that can't be added up over tasks are found before they show a wrong number.
 
-Each task keeps a metric's state for its own rows, and the states of all tasks are summed. That is right for counts, sums
-and histograms, which is what every metric of Keras keeps, and wrong for a maximum or the last value seen. Nothing in a
-class tells which it is, so the first rows are tried: two halves, summed, must give what they give together.
+Each task keeps a metric's state for its own rows, and the states of all tasks are summed. That is right for counts,
+sums and histograms, which is what every metric of Keras keeps, and wrong for a maximum or the last value seen. Nothing
+in a class tells which it is, so the first rows are tried: two halves, summed, must give what they give together.
 """
 
 from __future__ import annotations

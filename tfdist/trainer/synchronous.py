@@ -236,8 +236,8 @@ class SynchronousEngine:
         wrong = not_additive(model, lambda: _without_optionals(next(iter(data.dataset))[0]))
         if self.any(bool(wrong), "metrics"):
             raise UnsupportedError(
-                f"the metric {' and '.join(wrong) or '(of another task)'} keeps a state that is no sum over rows, so the "
-                "tasks' states can't be added up; keep sums and counts that start at zero and form the number in "
+                f"the metric {' and '.join(wrong) or '(of another task)'} keeps a state that is no sum over rows, so "
+                "the tasks' states can't be added up; keep sums and counts that start at zero and form the number in "
                 "result(), or compute it from predict() in a callback"
             )
         object.__setattr__(model, "_tfdist_checked", compiled)
