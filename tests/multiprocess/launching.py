@@ -67,9 +67,7 @@ def start(
     )
 
 
-def finish(
-    launcher: subprocess.Popen[str], started_at: float | None = None, deadline_s: float = DEADLINE_S
-) -> Ended:
+def finish(launcher: subprocess.Popen[str], started_at: float | None = None, deadline_s: float = DEADLINE_S) -> Ended:
     """Waits for the launcher's end; past the deadline it is killed, and the test fails with what it wrote."""
     began = time.monotonic() if started_at is None else started_at
     try:
