@@ -101,7 +101,7 @@ def multi_worker_mirrored(
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
     logger.info(
-        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces and ask nobody who he is "
+        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces without authentication "
         "(kind='synchronous' has none)"
     )
     for handler in logging.getLogger("tfdist").handlers:
