@@ -489,7 +489,7 @@ def test_resolve_reads_those_of_the_process_by_default(monkeypatch):
     ("environ", "words"), [({}, "this process runs alone"), ({"TF_CONFIG": text()}, "worker 0 at a:1, in a cluster")]
 )
 def test_resolve_says_what_it_found(caplog, environ, words):
-    caplog.set_level(logging.INFO, "tfdist.tf_config")
+    caplog.set_level(logging.DEBUG, "tfdist.tf_config")
     resolve(environ)
     assert words in caplog.text
 
