@@ -20,6 +20,7 @@ _HOME = {
     "all_reduce": "tfdist.process",
     "barrier": "tfdist.process",
     "create_strategy": "tfdist.strategy",
+    "data": "tfdist.data",
     "errors": "tfdist.errors",
     "is_chief": "tfdist.process",
     "resolve": "tfdist.tf_config",
@@ -28,6 +29,7 @@ _HOME = {
 __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
+    from tfdist import data as data
     from tfdist import errors as errors
     from tfdist.cluster import Cluster as Cluster
     from tfdist.cluster import Task as Task
