@@ -304,6 +304,143 @@ def dataset_with_sample_weights(run: Run) -> dict:
     return fitted(model, tf.data.Dataset.from_tensor_slices((*regression(40), weights)).batch(13))
 
 
+class Batches(keras.utils.PyDataset):
+    """Batches of 12 of 40 rows."""
+
+    def __init__(self, order: Any = None, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.order = order
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = regression(40)
+        index = index if self.order is None else self.order[index]
+        return x[12 * index : 12 * index + 12], y[12 * index : 12 * index + 12]
+
+
+@case
+def py_dataset(run: Run) -> dict:
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    return fitted(model, Batches(workers=2), validation_data=Batches())
+
+
+@case
+def py_dataset_shuffled(run: Run) -> dict:
+    """Reference: plain Keras on batches put in the documented order, f(seed, fit, epoch)."""
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    if not run.is_plain:
+        return fitted(model, Batches(), shuffle=True)
+    orders = [np.random.default_rng((run.seed, 0, epoch)).permutation(4) for epoch in range(2)]
+    parts = [fitted(model, Batches(order), epochs=1) for order in orders]
+    joined = {name: np.concatenate([p[name] for p in parts]) for name in ("log loss", "batch logs")}
+    return {**parts[-1], **joined}
+
+
+@case
+def generator(run: Run) -> dict:
+    def batches() -> Any:
+        x, y = regression(40)
+        while True:
+            for first in range(0, 40, 12):
+                yield x[first : first + 12], y[first : first + 12]
+
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, batches(), steps_per_epoch=6)
+
+
+@case
+def sparse_dataset(run: Run) -> dict:
+    x, y = regression(40)
+    x *= np.abs(x) > 0.7
+    rows = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(12)
+    with run.scope():
+        model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, rows)
+
+
+@case
+def sparse_arrays(run: Run) -> dict:
+    x, y = regression(40)
+    x *= np.abs(x) > 0.7
+    with run.scope():
+        model = keras.Sequential([keras.Input((6,), sparse=True), layers.Dense(8, activation="tanh"), layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, tf.sparse.from_dense(x), y)
+
+
+@case
+def strings(run: Run) -> dict:
+    words = np.array(["one", "two", "three", "four", "five"], dtype=object)
+    x = words[np.random.default_rng(6).integers(0, 5, 40)]
+    with run.scope():
+        lookup = layers.StringLookup(vocabulary=words[:4].tolist())
+        inputs = keras.Input((), dtype="string")
+        outputs = layers.Dense(1)(layers.Embedding(5, 4)(lookup(inputs)))
+        model = keras.Model(inputs, outputs)
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, tf.constant(x.tolist()), regression(40)[1], predict=tf.constant(x[:7].tolist()))
+
+
+@case
+def distributed_dataset(run: Run) -> dict:
+    """Split by TensorFlow's own `experimental_distribute_dataset`, as its guides have it."""
+    data = tf.data.Dataset.from_tensor_slices(regression(40)).batch(12)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    data = data.with_options(options)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    if run.is_plain:
+        return fitted(model, data)
+    return fitted(model, run.strategy.experimental_distribute_dataset(data))
+
+
+@case
+def datasets_from_function(run: Run) -> dict:
+    """Each task brings rows of its own, not as many as the others; together they are all rows."""
+    x, y = regression(41)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+
+    def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        # The first task has all batches of one row less; the last one all of the rest.
+        first, last = context.input_pipeline_id, context.input_pipeline_id + 1
+        if context.input_pipeline_id == context.num_input_pipelines - 1:
+            last = 41
+        return tf.data.Dataset.from_tensors((x[first:last], y[first:last]))
+
+    if run.is_plain:
+        return fitted(model, tf.data.Dataset.from_tensors((x, y)), epochs=3)
+    return fitted(model, run.strategy.distribute_datasets_from_function(mine), epochs=3)
+
+
+@case
+def on_batch(run: Run) -> dict:
+    x, y = regression(26)
+    weight = np.random.default_rng(5).uniform(0.1, 3, 13).astype("float32")
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    logs = [model.train_on_batch(x[:13], y[:13]), model.train_on_batch(x[13:], y[13:], sample_weight=weight)]
+    logs += [model.test_on_batch(x[:7], y[:7]), model.train_on_batch(x[:1], y[:1])]
+    return {
+        "logs": np.array(logs, "float64"),
+        "predictions": np.ravel(model.predict_on_batch(x[:7])),
+        **{f"weight {i}": w for i, w in enumerate(model.get_weights())},
+    }
+
+
 @case
 def steps_per_epoch_on_arrays(run: Run) -> dict:
     return trained(run, rows=48, batch_size=8, steps_per_epoch=3, epochs=2)

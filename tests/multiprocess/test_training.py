@@ -71,15 +71,12 @@ REFUSED = {
     "other_number_of_rows": "MismatchError: fit: number of rows is 40 on worker 0 and 39 on worker 1",
     "other_optimizer": "MismatchError: fit: optimizer is 'SGD' on worker 0 and 'Adam' on worker 1",
     "other_trainable_layers": "MismatchError: fit: number of trainable variables is 4 on worker 0 and 2 on worker 1",
-    "generator": "UnsupportedError: x is a generator; pass arrays or a tf.data.Dataset",
-    "py_dataset": "UnsupportedError: x is a Batches; pass arrays or a tf.data.Dataset",
-    "distributed_dataset": "UnsupportedError: a DistributedDataset is already split.*pass the tf.data.Dataset itself",
+    "other_batches_for_train_on_batch": "DataError: worker 1 read another batch than worker 0",
+    "datasets_that_end_at_other_steps": "DataError: the data of worker 0 ended before step 3, that of worker 1 goes on",
     "dataset_without_batches": r"DataError: .*single rows.*add \.batch\(global_batch_size\)",
-    "sparse_dataset": "UnsupportedError: a dataset of tf.SparseTensor.*make it dense",
     "jit_compile": "UnsupportedError: jit_compile=True.*jit_compile=False",
     "metric_of_a_maximum": "UnsupportedError: the metric largest keeps a state that is no sum over rows",
     "metric_that_starts_at_infinity": "UnsupportedError: the metric smallest keeps a state that is no sum",
-    "train_on_batch": "UnsupportedError: model.train_on_batch.*use fit",
     "model_made_outside_the_scope": r"StrategyError: model.fit: \w+ was made outside.*with strategy.scope\(\):",
 }
 
@@ -89,6 +86,14 @@ def test_what_can_not_be_right_is_refused_on_every_task_with_the_way_out(name, b
     result = equal(both, name)
     assert result is not None, "nothing was raised"
     assert re.search(f"tfdist.errors.{REFUSED[name]}", result["error"], re.DOTALL), result["error"]
+
+
+def test_own_rows_that_end_earlier_on_one_task_do_not_end_the_epoch(both):
+    assert equal(both, "own_datasets_that_end_at_other_steps") == [6, True]
+
+
+def test_input_of_no_known_kind_is_keras_own_error(both):
+    assert "Unrecognized data type" in equal(both, "unknown_kind_of_input")["error"]
 
 
 def test_callbacks_run_on_every_task_with_the_logs_of_the_whole_batch(both):

@@ -46,6 +46,9 @@ CALLBACK_LIST = _name("callbacks.callback_list", "CallbackList", "Keras' own dis
 GET_ADAPTER = _name("trainers.data_adapters", "get_data_adapter", "reads x, y, sample_weight as Keras does")
 ARRAY_ADAPTER = _name("trainers.data_adapters.array_data_adapter", "ArrayDataAdapter", "tells arrays from datasets")
 DATASET_ADAPTER = _name("trainers.data_adapters.tf_dataset_adapter", "TFDatasetAdapter", "tells datasets from the rest")
+GENERATOR_ADAPTER = _name(
+    "trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter", "reads Python generators as Keras does"
+)
 TO_SLICEABLE = _name("trainers.data_adapters.array_slicing", "convert_to_sliceable", "arrays as tf.data takes them")
 SPARSE_WRAPPER = _name(
     "trainers.data_adapters.array_slicing", "TensorflowSparseWrapper", "a sparse tensor that can be indexed by row"
@@ -53,6 +56,9 @@ SPARSE_WRAPPER = _name(
 SLICE_SPARSE = _name("trainers.data_adapters.array_slicing", "slice_tensorflow_sparse_wrapper", "rows of such a tensor")
 SPLIT = _name("trainers.data_adapters.array_slicing", "train_validation_split", "validation_split as Keras does it")
 UNPACK = _name("trainers.data_adapters.data_adapter_utils", "unpack_x_y_sample_weight", "(x, y, sample_weight)")
+CLASS_WEIGHTS = _name(
+    "trainers.data_adapters.data_adapter_utils", "class_weight_to_sample_weights", "class_weight of train_on_batch"
+)
 PYTHONIFY = _name("utils.python_utils", "pythonify_logs", "logs as floats, nested ones flattened")
 OUTPUT_SPEC = _name("backend", "compute_output_spec", "builds a model without running it")
 TREE = _name("tree", "map_structure", "maps None as Keras does")
@@ -157,6 +163,11 @@ def initial_epoch(model: Any) -> int | None:
     epoch = getattr(model, "_initial_epoch", None)
     model._initial_epoch = None
     return epoch
+
+
+def set_initial_epoch(model: Any, epoch: int | None) -> None:
+    """Asks the `fit` that is beginning, ours or Keras' own, to begin with this epoch."""
+    model._initial_epoch = epoch
 
 
 def array_inputs(adapter: Any) -> tuple[Any, int, int]:

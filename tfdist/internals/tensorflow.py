@@ -50,6 +50,29 @@ def local_component(variable: Any) -> Any:
     return variable.values[0] if isinstance(variable, values.DistributedValues) else variable
 
 
+def own_dataset(x: Any) -> tf.data.Dataset | None:
+    """Returns this task's part of what a strategy has split already; None for anything else."""
+    if getattr(x, "_tfdist_is_own", False):  # SynchronousExtended, below
+        return x
+    if isinstance(x, tf.distribute.DistributedDataset) or type(x).__name__ == "DistributedDatasetsFromFunction":
+        parts = getattr(x, "_cloned_datasets", None) or getattr(x, "_datasets", None)
+        return parts[0] if parts else None
+    return None
+
+
+def are_unique(indices: tf.Tensor) -> bool:
+    """Whether the rows of a sparse gradient come from tf.unique, as those of `tf.nn.embedding_lookup_sparse` do.
+
+    Known while a graph is traced; eagerly it is taken for granted that they are as the layer left them.
+    """
+    if tf.executing_eagerly():
+        return False
+    operation = indices.op
+    while operation.type in ("Reshape", "Cast", "Identity", "StridedSlice", "ConcatV2") and len(operation.inputs) > 0:
+        operation = operation.inputs[0].op
+    return operation.type in ("Unique", "UniqueV2")
+
+
 def let_mirrored_variables_be_numbers() -> None:
     """Lets `float(model.optimizer.learning_rate)` work under MultiWorkerMirroredStrategy as it does without it.
 
@@ -156,7 +179,7 @@ class SynchronousExtended(one_device_strategy.OneDeviceExtended):
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         if self._size == 1:
             return super()._experimental_distribute_dataset(dataset, options)
-        return dataset.map(self._share)
+        return _own(dataset.map(self._share))
 
     def _share(self, *batch: Any) -> Any:
         """This task's contiguous rows of a global batch."""
@@ -168,4 +191,10 @@ class SynchronousExtended(one_device_strategy.OneDeviceExtended):
     def _distribute_datasets_from_function(self, dataset_fn: Callable, options: Any) -> Any:
         if self._size == 1:
             return super()._distribute_datasets_from_function(dataset_fn, options)
-        return dataset_fn(tf.distribute.InputContext(self._size, self._index, self._size))
+        return _own(dataset_fn(tf.distribute.InputContext(self._size, self._index, self._size)))
+
+
+def _own(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Marks a dataset as split already, so that `fit` does not split it again."""
+    dataset._tfdist_is_own = True
+    return dataset

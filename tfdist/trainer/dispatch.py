@@ -72,32 +72,18 @@ def _install() -> None:
     for method in ("fit", "evaluate", "predict"):
         internals.override(internals.trainer_method(method), _send_to_loop(method))
     for method in ("train_on_batch", "test_on_batch", "predict_on_batch"):
-        internals.override(internals.trainer_method(method), _refuse_for_several(method))
+        internals.override(internals.trainer_method(method), _send_to_loop(method, several_only=True))
 
 
-def _send_to_loop(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _send_to_loop(method: str, *, several_only: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     ours = internals.TRACEBACK.find()(getattr(loop, method))
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
             engine = _engine_for(self, method)
-            return original(self, *args, **kwargs) if engine is None else ours(engine, self, *args, **kwargs)
-
-        return dispatched
-
-    return make
-
-
-def _refuse_for_several(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            engine = _engine_for(self, method)
-            if engine is not None and engine.size > 1:
-                raise UnsupportedError(
-                    f"model.{method} is not supported on {engine.size} tasks yet; use "
-                    "fit(x, y, batch_size=len(x)), evaluate or predict, which split the batch over the tasks"
-                )
-            return original(self, *args, **kwargs)
+            if engine is None or (several_only and engine.size == 1):
+                return original(self, *args, **kwargs)
+            return ours(engine, self, *args, **kwargs)
 
         return dispatched
 

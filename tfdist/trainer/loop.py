@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tfdist.internals import keras as internals
 from tfdist.trainer.callbacks import for_this_task
+from tfdist.trainer.function import StepFunction
 from tfdist.trainer.inputs import Input
 from tfdist.trainer.synchronous import SynchronousEngine
 from tfdist.trainer.watchdog import Watchdog
@@ -71,7 +72,7 @@ def fit(
             validation = engine.input(
                 vx, vy, vw, batch_size=validation_batch_size or batch_size, steps=validation_steps
             )
-        engine.require_same(
+        engine.agreement.require_same(
             "fit",
             {
                 "epochs": epochs,
@@ -83,15 +84,15 @@ def fit(
                 "validation_freq": validation_freq if validation else None,
             },
         )
-        engine.prepare(model, data, training=True)
+        engine.prepare(model, data.source.element_spec, training=True)
         engine.warn(model)
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=epochs, steps=data.steps, history=True)
         model.stop_training = False
         callbacks.on_train_begin()
         # After on_train_begin, where BackupAndRestore loads: on the chief only.
-        engine.share_variables(model, optimizer=True)
+        engine.agreement.share_variables(model, optimizer=True)
         engine.check_metrics(model, data)
-        first_epoch = engine.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
+        first_epoch = engine.agreement.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
         if verbose != 0:
             _log_plan(engine, data)
         function = engine.function(model, "train")
@@ -115,7 +116,7 @@ def fit(
                 epoch_logs.update({f"val_{name}": number for name, number in value.items()})
             callbacks.on_epoch_end(epoch, epoch_logs)
             training_logs = epoch_logs
-            model.stop_training = engine.any(model.stop_training, "stop_training")
+            model.stop_training = engine.agreement.any(model.stop_training, "stop_training")
             if model.stop_training:
                 break
         if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
@@ -144,9 +145,9 @@ def evaluate(
         raise ValueError(f"Arguments not recognized: {kwargs}")
     with engine.errors():
         data = engine.input(x, y, sample_weight, batch_size=batch_size, steps=steps)
-        engine.require_same("evaluate", data.summary(""))
-        engine.prepare(model, data, training=False)
-        engine.share_variables(model, optimizer=False)
+        engine.agreement.require_same("evaluate", data.summary(""))
+        engine.prepare(model, data.source.element_spec, training=False)
+        engine.agreement.share_variables(model, optimizer=False)
         engine.check_metrics(model, data)
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
         logs = _evaluate(engine, model, data, callbacks)
@@ -184,35 +185,18 @@ def predict(
     """Returns the outputs for every row, once and in order, on every task; see `keras.Model.predict`."""
     with engine.errors():
         data = engine.input(x, batch_size=batch_size, steps=steps)
-        engine.require_same("predict", data.summary(""))
+        engine.agreement.require_same("predict", data.summary(""))
         if not model.built:
             engine.build_by_calling(model, data)
-        engine.share_variables(model, optimizer=False)
+        engine.agreement.share_variables(model, optimizer=False)
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
-        function = engine.predict_function(model)
         model.stop_predicting = False
         callbacks.on_predict_begin()
         batches: list[Any] = []
-
-        def run(iterator: Any, count: int) -> tuple[dict[str, Any], Any]:
-            parts: list[Any] = []
-            checksum = 0
-            for _ in range(count):
-                try:
-                    part, rows, _, checksum = next(iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    if not parts:
-                        raise
-                    break
-                parts.append(engine.whole(function(part), int(rows)))
-            outputs = _concatenate(parts)
-            batches.append(outputs)
-            return {"outputs": outputs}, checksum
-
         _run_epoch(
             engine,
             model,
-            run,
+            _Predicting(engine, engine.predict_function(model), batches),
             data,
             0,
             callbacks.on_predict_batch_begin,
@@ -225,10 +209,84 @@ def predict(
     return _concatenate(batches)
 
 
+def train_on_batch(
+    engine: SynchronousEngine,
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    class_weight: dict[int, float] | None = None,
+    return_dict: bool = False,
+) -> Any:
+    """Trains on one global batch, which every task passes whole; returns the logs of the whole batch."""
+    internals.assert_compiled(model, "train_on_batch")
+    if class_weight is not None:
+        if sample_weight is not None:
+            raise ValueError("Arguments `sample_weight` and `class_weight` cannot be specified at the same time.")
+        sample_weight = internals.CLASS_WEIGHTS.find()(y, class_weight)
+    return _logs_on_batch(engine, model, "train", (x, y, sample_weight), return_dict)
+
+
+def test_on_batch(
+    engine: SynchronousEngine,
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    return_dict: bool = False,
+) -> Any:
+    """Returns the logs of one global batch, which every task passes whole."""
+    internals.assert_compiled(model, "test_on_batch")
+    return _logs_on_batch(engine, model, "test", (x, y, sample_weight), return_dict)
+
+
+def predict_on_batch(engine: SynchronousEngine, model: Any, x: Any) -> Any:
+    """Returns the outputs for one global batch, which every task passes whole."""
+    with engine.errors():
+        element = engine.element_of_batch((x,))
+        outputs, _ = engine.predict_function(model).on_element(element)
+        return engine.whole(outputs, int(element[1]))
+
+
+def _logs_on_batch(engine: SynchronousEngine, model: Any, kind: str, batch: Any, return_dict: bool) -> Any:
+    with engine.errors():
+        element = engine.element_of_batch(batch)
+        engine.prepare_for_batches(model, element[0], training=kind == "train")
+        engine.reset_metrics(model)
+        logs, _ = engine.function(model, kind).on_element(element)
+        logs = internals.PYTHONIFY.find()(logs)
+    return logs if return_dict else internals.metrics_in_order(model, logs)
+
+
+class _Predicting:
+    """A predict function whose logs are the outputs of whole batches, which it also keeps."""
+
+    def __init__(self, engine: SynchronousEngine, function: StepFunction, batches: list[Any]) -> None:
+        self._engine, self._function, self._batches = engine, function, batches
+
+    def on_element(self, element: Any) -> tuple[dict[str, Any], Any]:
+        outputs, checksum = self._function.on_element(element)
+        self._batches.append(self._engine.whole(outputs, int(element[1])))
+        return {"outputs": self._batches[-1]}, checksum
+
+    def __call__(self, iterator: Any, steps: int) -> tuple[dict[str, Any], Any]:
+        first = len(self._batches)
+        checksum = 0
+        for _ in range(steps):
+            element = next(iterator, None)
+            if element is None:
+                break
+            _, checksum = self.on_element(element)
+        if len(self._batches) == first:
+            raise StopIteration
+        self._batches[first:] = [_concatenate(self._batches[first:])]
+        return {"outputs": self._batches[-1]}, checksum
+
+
 def _run_epoch(
     engine: SynchronousEngine,
     model: Any,
-    function: Callable[[Any, int], tuple[dict[str, Any], Any]],
+    function: StepFunction | _Predicting,
     data: Input,
     epoch: int,
     begin: Callable[[int], None],
@@ -242,18 +300,36 @@ def _run_epoch(
         for step, count, iterator in data.epoch(epoch, model.steps_per_execution):
             begin(step)
             try:
-                logs, checksum = function(iterator, count)
+                if data.needs_agreement:
+                    logs, checksum = _execute_in_agreement(engine, function, data, iterator, step, count)
+                else:
+                    logs, checksum = function(iterator, count)
             except (StopIteration, tf.errors.OutOfRangeError):
                 data.ran_out(step)
                 break
-            if step == 0:
-                engine.check_first_batch(data, int(checksum))
+            if step == 0 and data.source.split == "sliced":
+                engine.agreement.check_same_batch(int(checksum))
             end(step + model.steps_per_execution - 1, logs)
             engine.progress(step + count)
             watchdog.pat()
-            if engine.any(stopped(), "stop"):
+            if engine.agreement.any(stopped(), "stop"):
                 break
     return logs
+
+
+def _execute_in_agreement(
+    engine: SynchronousEngine, function: StepFunction | _Predicting, data: Input, iterator: Any, step: int, count: int
+) -> tuple[dict[str, Any], Any]:
+    """Runs up to `count` steps, each after the tasks have told each other whether they have rows for it."""
+    result = None
+    for number in range(step, step + count):
+        element = engine.next_element(data, iterator, number)
+        if element is None:
+            break
+        result = function.on_element(element)
+    if result is None:
+        raise StopIteration
+    return result
 
 
 def _callback_list(
@@ -282,7 +358,7 @@ def _callback_list(
 def _log_plan(engine: SynchronousEngine, data: Input) -> None:
     if not engine.is_chief or engine.size == 1:
         return
-    batch, n = data.global_batch_size, engine.size
+    batch, n = data.source.global_batch_size, engine.size
     split = "its rows split over the tasks"
     if batch:
         split = " + ".join(str(batch * (i + 1) // n - batch * i // n) for i in range(min(n, 8))) + (
@@ -295,7 +371,7 @@ def _log_plan(engine: SynchronousEngine, data: Input) -> None:
         batch or "of the dataset",
         split,
         data.steps or "an unknown number of",
-        f" over {data.rows:,} rows" if data.rows else "",
+        f" over {data.source.rows:,} rows" if data.source.rows else "",
     )
 
 

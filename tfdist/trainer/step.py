@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.internals import keras as internals
-from tfdist.internals.tensorflow import local_component
+from tfdist.internals.tensorflow import are_unique, local_component
 from tfdist.trainer.reduction import Reduction
 
 _tracing = threading.local()
@@ -36,6 +36,13 @@ def _active(step: Step) -> Iterator[None]:
         yield
     finally:
         _tracing.step = None
+
+
+def _summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns the same gradient with each row once."""
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.shape(indices)[0])
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def build_in_scope(optimizer: Any, variables: Any) -> None:
@@ -154,7 +161,9 @@ class Step:
                 scaled = tf.IndexedSlices(
                     gradient.values * self.share(gradient.values.dtype), gradient.indices, gradient.dense_shape
                 )
-                merged[i] = self._reduction.gather(scaled, self.live, f"sparse gradient {i}")
+                gathered = self._reduction.gather(scaled, self.live, f"sparse gradient {i}")
+                # Rows that one process would bring once must not come once per task: optimizers tell the difference.
+                merged[i] = _summed(gathered) if are_unique(gradient.indices) else gathered
         dense = [i for i, g in enumerate(merged) if g is not None and not isinstance(g, tf.IndexedSlices)]
         moving, self._moving = self._moving, []
         assert self._scope is not None

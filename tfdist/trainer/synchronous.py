@@ -21,12 +21,15 @@ import tensorflow as tf
 from tfdist import process
 from tfdist.cluster import Task
 from tfdist.collectives import Group
-from tfdist.errors import DataError, MismatchError, UnsupportedError
+from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
+from tfdist.trainer.agreement import Agreement
+from tfdist.trainer.function import StepFunction
 from tfdist.trainer.inputs import Input
 from tfdist.trainer.metrics import not_additive
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
+from tfdist.trainer.sources import slice_batch, stand_in
 from tfdist.trainer.step import CaptureScope, Step
 
 logger = logging.getLogger(__name__)
@@ -56,6 +59,7 @@ class SynchronousEngine:
         self.reduction: Reduction = reduction or (Alone() if group is None else ThroughGroup(group))
         # Metric states and flags live on the host, whatever way gradients take.
         self._host: Reduction = Alone() if group is None else ThroughGroup(group)
+        self.agreement = Agreement(group)
         self.size, self.index = self.reduction.size, self.reduction.index
         self.is_chief = self.index == 0
         self._reported_first_step = False
@@ -85,30 +89,6 @@ class SynchronousEngine:
             for reduction in through_group:
                 reduction.is_quiet = False
 
-    def any(self, flag: bool, tag: str) -> bool:
-        """Returns whether the flag is set on any task."""
-        if self.group is None:
-            return flag
-        return bool(self.group.all_reduce([np.array(flag)], op="max", tag=tag)[0])
-
-    def require_same(self, call: str, arguments: dict[str, Any]) -> None:
-        """Raises on every task where tasks would not do the same thing.
-
-        Raises:
-            MismatchError: Tasks call `fit` with other epochs, steps, batch sizes; the message names task and value.
-        """
-        if self.group is None:
-            return
-        mine = json.dumps(arguments, default=str)
-        every = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode(), tag=f"{call} arguments")]
-        for task, theirs in zip(self.group.tasks, every, strict=True):
-            for name, value in every[0].items():
-                if theirs.get(name) != value:
-                    raise MismatchError(
-                        f"{call}: {name} is {value!r} on {self.group.tasks[0]} and {theirs.get(name)!r} on {task}; "
-                        "every task must run the same script with the same arguments and data"
-                    )
-
     def summary(self, model: Any) -> dict[str, Any]:
         """What of a model must be the same on every task, known before its optimizer's variables are made.
 
@@ -123,47 +103,6 @@ class SynchronousEngine:
             "number of trainable variables": len(model.trainable_variables),
         }
 
-    def share_variables(self, model: Any, *, optimizer: bool) -> None:
-        """Gives every task the chief's variables where they differ (weights loaded or changed on one task only)."""
-        if self.group is None:
-            return
-        variables = list(model.variables)
-        if optimizer and model.optimizer is not None:
-            variables += list(model.optimizer.variables)
-        arrays = [np.asarray(local_component(internals.native(v)).numpy()) for v in variables]
-        shapes = [(v.path, list(a.shape), str(a.dtype)) for v, a in zip(variables, arrays, strict=True)]
-        checksum = 0
-        for array in arrays:
-            checksum = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, checksum)
-        mine = json.dumps([len(shapes), zlib.crc32(json.dumps([s[1:] for s in shapes]).encode()), checksum])
-        every = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode(), tag="variables")]
-        for task, theirs in zip(self.group.tasks, every, strict=True):
-            if theirs[:2] != every[0][:2]:
-                raise MismatchError(
-                    f"the model on {task} has other variables ({theirs[0]} of them) than on {self.group.tasks[0]} "
-                    f"({every[0][0]}); every task must build the same model and optimizer, in the scope"
-                )
-        different = [str(t) for t, theirs in zip(self.group.tasks, every, strict=True) if theirs != every[0]]
-        if not different:
-            return
-        if self.is_chief:
-            logger.warning(
-                "%s held other values of the model's variables than %s (loaded or changed on some tasks only?); "
-                "all tasks now use those of %s",
-                ", ".join(different),
-                self.group.tasks[0],
-                self.group.tasks[0],
-            )
-        received = self.group.broadcast(arrays, root=0, tag="variables")
-        for variable, array in zip(variables, received, strict=True):
-            local_component(internals.native(variable)).assign(array)
-
-    def from_chief(self, number: int, tag: str) -> int:
-        """Returns the chief's number on every task."""
-        if self.group is None:
-            return number
-        return int(self.group.broadcast([np.array(number, np.int64)], root=0, tag=tag)[0])
-
     def progress(self, step: int) -> None:
         """Notes that a step has ended, for messages and the launcher."""
         if self.group is not None:
@@ -172,18 +111,6 @@ class SynchronousEngine:
             self._reported_first_step = True
             process.report("phase", phase="first_step")
         process.report("step", step=step)
-
-    def check_first_batch(self, data: Input, checksum: int) -> None:
-        """Raises where tasks read different data: a shuffle without a common seed would lose and double rows."""
-        if self.group is None or not data.is_sliced:
-            return
-        every = self.group.all_gather(np.array(checksum, np.int64), tag="first batch")
-        different = [str(task) for task, value in zip(self.group.tasks, every, strict=True) if value != every[0]]
-        if different:
-            raise DataError(
-                f"{' and '.join(different)} read another first batch than {self.group.tasks[0]}; every task must read "
-                "the same global batches, of which it takes its rows: give shuffle() a seed, don't shard the dataset"
-            )
 
     # -- building
 
@@ -198,16 +125,62 @@ class SynchronousEngine:
             seed = (self._seed if script_seed is None else script_seed, fits)
         return Input(x, y, sample_weight, index=self.index, size=self.size, seed=seed, **kwargs)
 
+    def element_of_batch(self, batch: Any) -> Any:
+        """Returns this task's rows of a batch that all tasks hold, as (data, rows, total, checksum).
+
+        Raises:
+            DataError: Tasks hold different batches.
+        """
+        data = tuple(part for part in batch if part is not None)
+        arrays = internals.TO_SLICEABLE.find()(data, target_backend="tensorflow")
+        tensors = keras.tree.map_structure(tf.convert_to_tensor, keras.tree.lists_to_tuples(arrays))
+        part, rows, total, checksum = slice_batch(tensors, self.index, self.size)
+        self.agreement.check_same_batch(int(checksum), "batch")
+        return part, rows, total, checksum
+
+    def prepare_for_batches(self, model: Any, data: Any, *, training: bool) -> None:
+        """Builds the model for `train_on_batch` and its siblings, once for each compile."""
+        state = (internals.compiled_loss(model), model.optimizer, training)
+        prepared = model.__dict__.get("_tfdist_prepared", (None, None, None))
+        if all(a is b for a, b in zip(prepared, state, strict=True)):
+            return
+        spec = tf.nest.map_structure(tf.TensorSpec.from_tensor, data)
+        self.agreement.require_same("the batch", self.summary(model))
+        self.prepare(model, spec, training=training)
+        self.agreement.share_variables(model, optimizer=training)
+        self.warn(model)
+        object.__setattr__(model, "_tfdist_prepared", state)
+
+    def next_element(self, data: Input, iterator: Any, step: int) -> Any:
+        """Returns the next element with the rows of all tasks known, or None where all tasks' data has ended.
+
+        A task whose own rows have ended goes on with a stand-in while others have some.
+        """
+        own = data.source.split == "own"
+        while True:
+            element = next(iterator, None)
+            rows = None if element is None else int(element[1])
+            total = self.agreement.rows_of_step(rows, step, own=own)
+            if total is None:
+                return None
+            if total == 0:
+                continue  # a batch of no rows on any task
+            if element is None:
+                last = data.last if data.last is not None else stand_in(data.source.element_spec)
+                return last, tf.constant(0), tf.constant(total), tf.constant(0, tf.int64)
+            data.last = element[0]
+            return element[0], element[1], tf.constant(total), element[3]
+
     def build_by_calling(self, model: Any, data: Input) -> None:
         """Builds a model that was never compiled, from the shapes of x."""
-        x, _, _ = internals.UNPACK.find()(_symbolic(data.element_spec))
+        x, _, _ = internals.UNPACK.find()(_symbolic(data.source.element_spec))
         with self.strategy.scope():
             internals.OUTPUT_SPEC.find()(model, x, training=False)
 
-    def prepare(self, model: Any, data: Input, *, training: bool) -> None:
+    def prepare(self, model: Any, element_spec: Any, *, training: bool) -> None:
         """Builds the model, its loss, metrics and optimizer in the scope, before anything is traced."""
         self._refuse(model)
-        batch = _symbolic(data.element_spec)
+        batch = _symbolic(element_spec)
         optimizer = model.optimizer
         with self.strategy.scope():
             if optimizer is not None and not optimizer.built:
@@ -233,8 +206,8 @@ class SynchronousEngine:
         compiled = internals.compiled_metrics(model)
         if self.size == 1 or compiled is None or model.__dict__.get("_tfdist_checked") is compiled:
             return
-        wrong = not_additive(model, lambda: _without_optionals(next(iter(data.dataset))[0]))
-        if self.any(bool(wrong), "metrics"):
+        wrong = not_additive(model, lambda: _without_optionals(data.peek()[0]))
+        if self.agreement.any(bool(wrong), "metrics"):
             raise UnsupportedError(
                 f"the metric {' and '.join(wrong) or '(of another task)'} keeps a state that is no sum over rows, so "
                 "the tasks' states can't be added up; keep sums and counts that start at zero and form the number in "
@@ -261,58 +234,24 @@ class SynchronousEngine:
 
     # -- functions
 
-    def function(self, model: Any, kind: str) -> Callable[[Any, int], tuple[dict[str, Any], tf.Tensor]]:
-        """Returns a function (iterator, steps) -> (logs of the last step, checksum of its batch).
-
-        It is traced once and kept with the model until the model is compiled again.
-        """
-        state = (model.optimizer, internals.compiled_loss(model), model.run_eagerly, model.steps_per_execution)
+    def function(self, model: Any, kind: str) -> StepFunction:
+        """Returns the "train" or "test" function, traced once and kept with the model until it is compiled again."""
+        state = (model.optimizer, internals.compiled_loss(model), model.run_eagerly, model.jit_compile)
         kept = model.__dict__.setdefault("_tfdist_functions", {})
-        if kind in kept and all(a is b or a == b for a, b in zip(kept[kind][0], state, strict=True)):
-            return kept[kind][1]
-        made = self._make_function(model, kind)
-        kept[kind] = (state, made)
-        return made
+        if kind not in kept or any(a is not b and a != b for a, b in zip(kept[kind][0], state, strict=True)):
+            kept[kind] = (state, self._make_function(model, kind))
+        return kept[kind][1]
 
-    def _make_function(self, model: Any, kind: str) -> Callable[..., Any]:
+    def _make_function(self, model: Any, kind: str) -> StepFunction:
         step_function = model.train_step if kind == "train" else model.test_step
 
-        def one(data: Any, rows: tf.Tensor, total: tf.Tensor, checksum: tf.Tensor) -> tuple[Any, tf.Tensor]:
+        def step(data: Any, rows: tf.Tensor, total: tf.Tensor, checksum: tf.Tensor) -> tuple[Any, tf.Tensor]:
             # Nothing may run when get_next() finds the end of the data: in plain Keras `iterations += 1` does.
             with tf.control_dependencies([tf.identity(total)]):
-                return self._step(
-                    model, step_function, kind == "train", _without_optionals(data), rows, total
-                ), checksum
+                logs = self._step(model, step_function, kind == "train", _without_optionals(data), rows, total)
+            return logs, checksum
 
-        if model.run_eagerly:
-
-            def eagerly(iterator: Any, steps: int) -> Any:
-                return [one(*next(iterator)) for _ in range(steps)][-1]
-
-            return eagerly
-
-        jit = bool(model.jit_compile)
-        body = tf.function(one, autograph=False, reduce_retracing=True, jit_compile=True) if jit else one
-
-        def single(iterator: Any) -> Any:
-            return body(*iterator.get_next())
-
-        def several(iterator: Any, steps: tf.Tensor) -> Any:
-            def next_step(number: tf.Tensor) -> tf.Tensor:
-                logs, _ = body(*iterator.get_next())
-                with tf.control_dependencies(tf.nest.flatten(logs)):
-                    return number + 1
-
-            tf.while_loop(lambda n: n < steps - 1, next_step, [tf.constant(0)], parallel_iterations=1)
-            return body(*iterator.get_next())
-
-        traced_single = tf.function(single, autograph=False, reduce_retracing=True)
-        traced_several = tf.function(several, autograph=False, reduce_retracing=True)
-
-        def call(iterator: Any, steps: int) -> Any:
-            return traced_single(iterator) if steps == 1 else traced_several(iterator, tf.constant(steps))
-
-        return call
+        return StepFunction(step, eager=model.run_eagerly, jit_compile=bool(model.jit_compile))
 
     def _step(
         self, model: Any, function: Callable[[Any], Any], training: bool, data: Any, rows: tf.Tensor, total: tf.Tensor
@@ -355,20 +294,17 @@ class SynchronousEngine:
 
     # -- predictions
 
-    def predict_function(self, model: Any) -> Callable[[Any], Any]:
-        """Returns a function (data) -> outputs for this task's rows."""
+    def predict_function(self, model: Any) -> StepFunction:
+        """Returns a function of the same kind whose logs are the outputs for this task's rows."""
         state = (model.run_eagerly, model.jit_compile)
         kept = model.__dict__.setdefault("_tfdist_functions", {})
         if "predict" not in kept or kept["predict"][0] != state:
 
-            def predict(data: Any) -> Any:
-                return model.predict_step(_without_optionals(data))
+            def step(data: Any, rows: tf.Tensor, total: tf.Tensor, checksum: tf.Tensor) -> tuple[Any, tf.Tensor]:
+                return model.predict_step(_without_optionals(data)), checksum
 
-            if not model.run_eagerly:
-                predict = tf.function(
-                    predict, autograph=False, reduce_retracing=True, jit_compile=bool(model.jit_compile)
-                )
-            kept["predict"] = (state, predict)
+            jit_compile = bool(model.jit_compile)
+            kept["predict"] = (state, StepFunction(step, eager=model.run_eagerly, jit_compile=jit_compile))
         return kept["predict"][1]
 
     def whole(self, outputs: Any, rows: int) -> Any:
@@ -396,7 +332,8 @@ def _global_logs(
     with CaptureScope(list(zip(metrics, states, strict=True))):
         extra = sorted(set(logs) - set(model.get_metrics_result()))
     values = [tf.convert_to_tensor(leaf) for key in extra for leaf in tf.nest.flatten(logs[key])]
-    weighted = [value * step.share(value.dtype) if value.dtype.is_floating else value for value in values]
+    values = [value if value.dtype.is_floating else tf.cast(value, tf.float32) for value in values]
+    weighted = [value * step.share(value.dtype) for value in values]
     sums = step.sum_on_host([*states, *weighted], "logs")
     with CaptureScope(list(zip(metrics, sums, strict=False))):
         result = model.get_metrics_result()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.errors import DataError, UnsupportedError
+from tfdist.errors import DataError
 from tfdist.internals.keras import MAX_STEPS
 from tfdist.trainer.inputs import Input
 
@@ -105,12 +106,12 @@ def test_executions_of_several_steps_end_with_a_shorter_one():
 )
 def test_the_global_batch_size_is_read_from_the_pipeline_where_it_tells(pipeline, size):
     data = Input(pipeline(tf.data.Dataset.range(20)), index=0, size=1)
-    assert data.global_batch_size == size
+    assert data.source.global_batch_size == size
 
 
 def test_float64_arrays_become_floatx_as_in_keras():
     data = Input(np.zeros((3, 2)), batch_size=2, index=0, size=1)
-    part, *_ = next(iter(data.dataset))
+    part, *_ = data.peek()
     assert tf.nest.flatten(part)[0].dtype == tf.float32
 
 
@@ -121,7 +122,7 @@ def test_the_checksum_of_the_first_batch_tells_other_data(difference):
 
     def first_checksum(values: np.ndarray, index: int) -> int:
         data = Input(tf.data.Dataset.from_tensor_slices(values).batch(12), index=index, size=2)
-        return int(next(iter(data.dataset))[3])
+        return int(data.peek()[3])
 
     assert first_checksum(x, 0) == first_checksum(x, 1)
     assert first_checksum(x, 0) != first_checksum(other, 1)
@@ -132,7 +133,7 @@ def test_ragged_rows_are_sliced_too():
     parts = []
     for index in range(2):
         data = Input(tf.data.Dataset.from_tensors(ragged), index=index, size=2)
-        part, rows, total, _ = next(iter(data.dataset))
+        part, rows, total, _ = data.peek()
         parts.append(part.to_list()[: int(rows)])
         assert int(total) == 5
     assert parts == [[[1], [2, 2]], [[], [4, 4, 4], [5]]]
@@ -141,27 +142,57 @@ def test_ragged_rows_are_sliced_too():
 def test_strings_and_dicts_keep_their_structure():
     x = {"a": np.array(["x", "yy", "z"], dtype=object), "b": np.arange(3)}
     data = Input(x, np.arange(3), batch_size=3, index=1, size=2)
-    (inputs, labels), rows, _, _ = next(iter(data.dataset))
+    (inputs, labels), rows, _, _ = data.peek()
     assert [v.decode() for v in inputs["a"].numpy()] == ["yy", "z"]
     assert labels.numpy().tolist() == [1, 2]
     assert int(rows) == 2
 
 
-@pytest.mark.parametrize(
-    ("x", "error", "message"),
-    [
-        (
-            ((np.ones((2, 1)),) for _ in range(3)),
-            UnsupportedError,
-            "x is a generator; pass arrays or a tf.data.Dataset",
-        ),
-        (tf.data.Dataset.range(5), DataError, r"single rows .*add \.batch\(global_batch_size\)"),
-    ],
-    ids=["generator", "no batches"],
-)
-def test_input_that_can_not_be_split_says_what_to_pass(x, error, message):
-    with pytest.raises(error, match=message):
-        Input(x, index=0, size=2)
+def test_a_dataset_of_single_rows_says_what_to_add():
+    with pytest.raises(DataError, match=r"single rows .*add \.batch\(global_batch_size\)"):
+        Input(tf.data.Dataset.range(5), index=0, size=2)
+
+
+class Numbers(keras.utils.PyDataset):
+    """Six batches of two, which notes when its epochs begin and end."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return (np.array([[2 * index], [2 * index + 1]]),)
+
+    def on_epoch_begin(self):
+        self.heard.append("begin")
+
+    def on_epoch_end(self):
+        self.heard.append("end")
+
+
+def test_a_py_dataset_hears_of_its_epochs_and_is_shuffled_by_batches():
+    numbers = Numbers()
+    data = Input(numbers, index=0, size=1, shuffle=True, seed=(7,))
+    for epoch in range(2):
+        batches = [rows for rows, _ in rows_of(data, epoch)]
+        order = np.random.default_rng((7, epoch)).permutation(6)
+        assert batches == [[2 * i, 2 * i + 1] for i in order]
+    assert numbers.heard == ["begin", "end", "begin", "end"]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_of_a_sparse_batch_are_sliced_too(size):
+    dense = np.diag(np.arange(1, 6)).astype("float32")
+    parts = []
+    for index in range(size):
+        data = Input(tf.data.Dataset.from_tensors(tf.sparse.from_dense(dense)), index=index, size=size)
+        part, rows, total, _ = data.peek()
+        assert int(total) == 5
+        parts.append(tf.sparse.to_dense(part).numpy()[: int(rows)])
+    np.testing.assert_array_equal(np.concatenate(parts), dense)
 
 
 def test_the_debugging_cap_of_keras_holds(monkeypatch):
