@@ -19,16 +19,20 @@ _HOME = {
     "TfdistError": "tfdist.errors",
     "all_reduce": "tfdist.process",
     "barrier": "tfdist.process",
+    "callbacks": "tfdist.callbacks",
     "create_strategy": "tfdist.strategy",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
     "is_chief": "tfdist.process",
+    "load": "tfdist.saving",
+    "load_weights": "tfdist.saving",
     "resolve": "tfdist.tf_config",
     "save": "tfdist.saving",
 }
 __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
+    from tfdist import callbacks as callbacks
     from tfdist import data as data
     from tfdist import errors as errors
     from tfdist.cluster import Cluster as Cluster
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from tfdist.process import all_reduce as all_reduce
     from tfdist.process import barrier as barrier
     from tfdist.process import is_chief as is_chief
+    from tfdist.saving import load as load
+    from tfdist.saving import load_weights as load_weights
     from tfdist.saving import save as save
     from tfdist.strategy import create_strategy as create_strategy
     from tfdist.tf_config import resolve as resolve

@@ -7,6 +7,7 @@
     ├── UnsupportedError (ValueError)        a Keras feature we can not make right, with the way out
     ├── DataError (ValueError)               input that can not be split over the tasks
     ├── SaveError (OSError)                  a model that could not be written; the old file is untouched
+    ├── LoadError (OSError)                  a model or checkpoint that could not be read, or not the same everywhere
     ├── LaunchError (ValueError)             a command line that can not be started
     └── GroupError (RuntimeError)            the tasks can not go on together
         ├── MeetingError                     they did not find each other, or do not belong together
@@ -46,6 +47,10 @@ class DataError(TfdistError, ValueError):
 
 class SaveError(TfdistError, OSError):
     """A model that could not be written; what was there before is untouched."""
+
+
+class LoadError(TfdistError, OSError):
+    """A model or checkpoint that could not be read, or that is not the same on every task."""
 
 
 class LaunchError(TfdistError, ValueError):

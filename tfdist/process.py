@@ -124,11 +124,13 @@ class Current:
         config: What TF_CONFIG said, or None without a cluster.
         group: The training tasks' group, or None in a task that does not train (or trains alone without one).
         presence: All tasks of a parameter-server cluster: it makes no collective calls, and tells who is still there.
+        strategy: The newest strategy that create_strategy returned.
     """
 
     config: TFConfig | None = None
     group: Group | None = None
     presence: Group | None = None
+    strategy: Any = None
 
 
 _current: Current | None = None

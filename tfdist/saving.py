@@ -1,29 +1,36 @@
-"""A model in every task -> one file, written by the chief alone, whole or not at all.
+"""A model in every task -> one file, written by the chief alone, whole or not at all; and back into every task.
 
     tfdist.save(model, "run/model.keras")            # the whole model
     tfdist.save(model, "run/model.weights.h5")       # weights (and optimizer state) only
     tfdist.save(model, "run/exported")               # a SavedModel folder, for serving
 
-All tasks may call it, or the chief alone; the others return at once. Nothing in a Keras model is spread over tasks, so
-no task has to wait. A task that reads the file afterwards calls `tfdist.barrier("saved")` first.
+    model = tfdist.load("run/model.keras")           # in the strategy's scope, on every task
+    tfdist.load_weights(model, "run/model.weights.h5")
+
+`save` may be called by all tasks or by the chief alone; the others return at once. Nothing in a Keras model is spread
+over tasks, so no task has to wait. A task that reads the file afterwards calls `tfdist.barrier("saved")` first. `load`
+and `load_weights` are called by all tasks, which leave them with the same values, or with an error on each.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import keras
+import numpy as np
 import tensorflow as tf
 
-from tfdist import process
-from tfdist.errors import SaveError
-
-SUFFIXES = (".weights.h5", ".keras", ".h5")
+from tfdist import files, process
+from tfdist.errors import LoadError, SaveError, StrategyError
+from tfdist.internals import keras as internals
+from tfdist.internals.tensorflow import local_component
 
 
 def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) -> str:
@@ -52,10 +59,7 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) ->
     if not overwrite and tf.io.gfile.exists(path):
         raise SaveError(f"{path} exists; pass overwrite=True to replace it, or another path")
     try:
-        if "://" in path and not path.startswith("file://"):
-            _write_remote(path, write)
-        else:
-            _write_local(Path(path.removeprefix("file://")), write)
+        files.write(path, write)
     except SaveError:
         raise
     except Exception as error:
@@ -80,69 +84,218 @@ def _writer(model: Any, path: str) -> Callable[[str], None]:
     return lambda target: model.export(target, verbose=False)
 
 
-def _suffix(name: str) -> str:
-    return next((suffix for suffix in SUFFIXES if name.endswith(suffix)), "")
+def load(
+    path: str | os.PathLike[str],
+    *,
+    strategy: Any = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compile: bool = True,
+    safe_mode: bool = True,
+) -> Any:
+    """Returns the model in a file, made in the strategy's scope, with the same values on every task.
+
+    Every task calls it. The file may come from anybody: `tfdist.save`, `model.save`, another machine.
+
+    Args:
+        path: A `.keras` or `.h5` file that every task can read, local or remote.
+        strategy: Whose scope the model is made in; by default the one that `tfdist.create_strategy` returned.
+        custom_objects: Names in the file -> classes and functions, as for `keras.models.load_model`.
+        compile: Whether the model comes compiled, with its optimizer's state, if it was saved so.
+        safe_mode: Whether the file is kept from running code of its own (Lambda layers).
+
+    Raises:
+        LoadError: The file is missing, broken or another one on some tasks, or what they loaded differs; the message
+            names the tasks.
+        StrategyError: The tasks have not met yet.
+
+    Example:
+        model = tfdist.load("run/model.keras")
+        model.fit(x, y, epochs=2)
+    """
+    path = os.fspath(path)
+    name = path.rstrip("/").rsplit("/", 1)[-1]
+    if name.endswith(".weights.h5"):
+        raise LoadError(f"{path} holds weights and no model; make the model and use tfdist.load_weights(model, path)")
+    if not name.endswith((".keras", ".h5")):
+        raise LoadError(
+            f"{path}: unknown suffix; tfdist.load reads .keras and .h5 files (a SavedModel folder is no Keras model "
+            "any more: tf.saved_model.load(path) serves it)"
+        )
+    strategy = strategy or _strategy()
+    objects = None if custom_objects is None else dict(custom_objects)
+    with _same_file(path) as here, contextlib.nullcontext() if strategy is None else strategy.scope():
+        model = keras.models.load_model(
+            here,
+            custom_objects=objects,
+            compile=compile,
+            safe_mode=safe_mode,
+        )
+    _require_same(model, path)
+    return model
 
 
-def _write_local(path: Path, write: Callable[[str], None]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # One fixed name per target: what a kill leaves behind, the next save takes over. Keras looks at the suffix.
-    beside = path.parent / f".{path.name}.tfdist-new{_suffix(path.name)}"
-    _remove(beside)
+def load_weights(model: Any, path: str | os.PathLike[str], *, skip_mismatch: bool = False) -> None:
+    """Puts the weights in a file, and the optimizer's state where there is one, into the model on every task.
+
+    Every task calls it. A compiled model's optimizer is built first, or Keras would leave its state out.
+
+    Args:
+        model: A built model, as the one that was saved.
+        path: A `.weights.h5`, `.keras` or `.h5` file that every task can read, local or remote.
+        skip_mismatch: Whether layers of another shape than in the file keep their weights.
+
+    Raises:
+        LoadError: The file is missing, broken or another one on some tasks, or what they loaded differs; the message
+            names the tasks.
+
+    Example:
+        tfdist.load_weights(model, "run/model.weights.h5")
+    """
+    path = os.fspath(path)
+    _strategy()
+    with _same_file(path) as here:
+        build_optimizer(model)
+        model.load_weights(here, skip_mismatch=skip_mismatch)
+    _require_same(model, path)
+
+
+def build_optimizer(model: Any) -> None:
+    """Makes the optimizer's variables, in the scope of the model's strategy, if they are not made yet."""
+    optimizer, strategy = getattr(model, "optimizer", None), internals.strategy_of(model)
+    if optimizer is None or optimizer.built or not model.built:
+        return
+    with contextlib.nullcontext() if strategy is None else strategy.scope():
+        optimizer.build(model.trainable_variables)
+
+
+def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
+    """Returns this task's own values of Keras variables."""
+    return [np.asarray(local_component(internals.native(variable)).numpy()) for variable in variables]
+
+
+def digest(arrays: Iterable[np.ndarray]) -> str:
+    """Returns the SHA-256 of the arrays' bytes, in hexadecimal."""
+    sha = hashlib.sha256()
+    for array in arrays:
+        sha.update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
+    return sha.hexdigest()
+
+
+def _strategy() -> Any:
+    """Returns the strategy that the script is in the scope of, or else the one it has made.
+
+    Raises:
+        StrategyError: The cluster has several tasks, and they have not met.
+    """
+    if tf.distribute.has_strategy():
+        return tf.distribute.get_strategy()
+    current = process.current()
+    if current is None:
+        from tfdist import tf_config
+
+        config = tf_config.resolve()
+        if config is not None and config.cluster.num_training_tasks > 1:
+            raise StrategyError(
+                f"{config.task} is one of {config.cluster.num_training_tasks} tasks, which load a model together: call "
+                "tfdist.create_strategy() first"
+            )
+        return None
+    return current.strategy
+
+
+# -- the same on every task
+
+
+@contextlib.contextmanager
+def _same_file(path: str) -> Any:
+    """Gives a local path to read, on every task; or raises on every task, before any has made a variable."""
+    with contextlib.ExitStack() as stack:
+        identity, here = {"sha256": ""}, Path()
+        try:
+            if not tf.io.gfile.exists(path):
+                raise LoadError("there is no such file")
+            here = stack.enter_context(files.reading(path))
+            identity["sha256"] = _identity(here)
+        except Exception as error:
+            identity["error"] = str(error) or type(error).__name__
+        _require_good(path, identity)
+        yield here
+
+
+def _identity(path: Path) -> str:
+    """Returns a hash that differs for other contents; reads all of the file, so a broken one is found here."""
+    if path.is_dir():
+        raise LoadError("it is a folder")
+    if not path.name.endswith(".keras"):
+        with open(path, "rb") as file:
+            sha = hashlib.sha256()
+            while block := file.read(1 << 20):
+                sha.update(block)
+        return sha.hexdigest()
     try:
-        write(str(beside))
-        if beside.is_dir():
-            _swap_folder(beside, path)
-        else:
-            with open(beside, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(beside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _remove(beside)
-        raise
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+            # Without the date of saving, which metadata.json holds.
+            members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
+            members = [member for member in members if member[0] != "metadata.json"]
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise LoadError(f"it is no whole .keras file ({error})") from error
+    if broken is not None:
+        raise LoadError(f"it is broken: {broken} in it does not have its checksum")
+    return hashlib.sha256(json.dumps(members).encode()).hexdigest()
 
 
-def _swap_folder(new: Path, path: Path) -> None:
-    """Puts a complete folder in the place of an old one; the old one comes back if that fails."""
-    old = path.parent / f".{path.name}.tfdist-old"
-    if path.exists():
-        _remove(old)
-        os.rename(path, old)
-    try:
-        os.rename(new, path)
-    except OSError:
-        if old.exists() and not path.exists():
-            os.rename(old, path)
-        raise
-    _remove(old)
+def _require_good(path: str, identity: dict[str, str]) -> None:
+    tasks, every = _of_every_task(identity, "file")
+    wrong = [f"{task}: {theirs['error']}" for task, theirs in zip(tasks, every, strict=True) if "error" in theirs]
+    if len(tasks) == 1 and wrong:
+        raise LoadError(f"{path} can not be loaded: {identity['error']}")
+    if wrong:
+        good = len(tasks) - len(wrong)
+        raise LoadError(
+            f"{path} can not be loaded on {_some(wrong)}"
+            + (f"; {good} other task{'s' * (good > 1)} can. All tasks read the file: put it where all of them see it")
+            * (good > 0)
+        )
+    other = [str(task) for task, theirs in zip(tasks, every, strict=True) if theirs != every[0]]
+    if other:
+        raise LoadError(
+            f"{path} is another file on {_some(other)} than on {tasks[0]}; all tasks must read the same one"
+        )
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def _require_same(model: Any, path: str) -> None:
+    """Raises on every task where tasks hold other values after loading."""
+    if len(_tasks()) == 1:
+        return
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer is not None else ())]
+    arrays = values_of(variables)
+    summary = [[v.path, digest([a])] for v, a in zip(variables, arrays, strict=True)]
+    tasks, every = _of_every_task(summary, "values")
+    for task, theirs in zip(tasks, every, strict=True):
+        if theirs == every[0]:
+            continue
+        name = next((a[0] for a, b in zip(theirs, every[0], strict=False) if a[1] != b[1]), "the number of variables")
+        others = [str(t) for t, values in zip(tasks, every, strict=True) if values != every[0]]
+        raise LoadError(
+            f"after {path} was loaded, {_some(others)} held other values than {tasks[0]} (on {task} {name} differs); "
+            "loading must do the same on every task: look at custom objects, and at layers that draw random numbers"
+        )
 
 
-def _write_remote(path: str, write: Callable[[str], None]) -> None:
-    """Writes here, then copies: h5 and zip need a seekable file, and object stores replace a file as a whole."""
-    with tempfile.TemporaryDirectory(prefix="tfdist-save-") as folder:
-        local = os.path.join(folder, path.rstrip("/").rsplit("/", 1)[-1])
-        write(local)
-        tf.io.gfile.makedirs(path.rstrip("/").rsplit("/", 1)[0])
-        if os.path.isdir(local):
-            for parent, _, names in os.walk(local):
-                target = os.path.join(path, os.path.relpath(parent, local)) if parent != local else path
-                tf.io.gfile.makedirs(target)
-                for name in names:
-                    _copy(os.path.join(parent, name), f"{target}/{name}")
-        else:
-            _copy(local, path)
+def _tasks() -> tuple[Any, ...]:
+    current = process.current()
+    return ("this task",) if current is None or current.group is None else tuple(current.group.tasks)
 
 
-def _copy(local: str, remote: str) -> None:
-    tf.io.gfile.copy(local, remote, overwrite=True)
-    written, expected = tf.io.gfile.stat(remote).length, os.path.getsize(local)
-    if written != expected:
-        raise SaveError(f"{remote} holds {written:,} of {expected:,} bytes; save again")
+def _of_every_task(value: Any, what: str) -> tuple[tuple[Any, ...], list[Any]]:
+    current = process.current()
+    if current is None or current.group is None:
+        return _tasks(), [json.loads(json.dumps(value))]
+    texts = current.group.all_gather_bytes(json.dumps(value).encode(), tag=f"tfdist.load {what}")
+    return _tasks(), [json.loads(text) for text in texts]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

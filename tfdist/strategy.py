@@ -14,6 +14,7 @@ With ps tasks in the cluster it is a `ParameterServerStrategy`; with two or more
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import platform
@@ -105,7 +106,7 @@ def create_strategy(
                 "kind='parameter_server' needs a cluster of a chief, workers and ps, and TF_CONFIG names none; start "
                 f"it with: python -m tfdist.run --workers 2 --ps 1 {sys.argv[0] or 'train.py'}"
             )
-        return _create_parameter_server(config, info, deterministic, seed, start_timeout_s, step_timeout_s)
+        return _kept(_create_parameter_server(config, info, deterministic, seed, start_timeout_s, step_timeout_s))
     strategy = _create_synchronous(
         config,
         kind,
@@ -118,6 +119,12 @@ def create_strategy(
         step_timeout_s=step_timeout_s,
     )
     process.report("phase", phase="connected")
+    return _kept(strategy)
+
+
+def _kept(strategy: Any) -> Any:
+    """Lets `tfdist.load` find the strategy."""
+    process.set_current(dataclasses.replace(process.current() or process.Current(), strategy=strategy))
     return strategy
 
 

@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist import saving
 from tfdist.errors import SaveError
 
 X = np.ones((3, 2), "float32")
@@ -62,25 +61,6 @@ def test_overwrite_false_keeps_what_is_there(model, tmp_path):
     with pytest.raises(SaveError, match="exists; pass overwrite=True"):
         tfdist.save(model, path, overwrite=False)
     assert path.read_text() == "mine"
-
-
-@pytest.mark.parametrize("name", ["m.keras", "m.weights.h5", "m"])
-def test_a_failure_in_the_middle_leaves_the_old_one_whole(name, model, tmp_path):
-    path = tmp_path / name
-    tfdist.save(model, path)
-    before = sorted((p.relative_to(tmp_path), p.stat().st_size) for p in tmp_path.rglob("*"))
-
-    def break_off(target: str) -> None:
-        if name == "m":
-            (saving.Path(target) / "variables").mkdir(parents=True)
-            (saving.Path(target) / "saved_model.pb").write_bytes(b"half")
-        else:
-            saving.Path(target).write_bytes(b"half")
-        raise OSError(28, "No space left on device")
-
-    with pytest.raises(OSError, match="No space left"):
-        saving._write_local(path, break_off)  # noqa: SLF001
-    assert sorted((p.relative_to(tmp_path), p.stat().st_size) for p in tmp_path.rglob("*")) == before
 
 
 def test_what_a_kill_left_behind_is_taken_over_by_the_next_save(model, tmp_path):

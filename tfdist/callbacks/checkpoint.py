@@ -1,0 +1,156 @@
+"""Training that can be stopped at any moment -> training that goes on from its last saved epoch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfdist import checkpoints, process, saving
+from tfdist.errors import LoadError
+from tfdist.internals import keras as internals
+from tfdist.internals.tensorflow import local_component
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoint(keras.callbacks.Callback):
+    """Saves training after epochs, and lets the next `fit` go on from the newest checkpoint.
+
+    `fit(epochs=n)` then means n epochs in all: started again after a crash it trains the rest, and the end is that of
+    a run without a crash, bit by bit, where the script sets a seed and its data comes in the same order (arrays do,
+    shuffled too). Weights, the optimizer, and the random generators of layers such as Dropout are saved; what other
+    callbacks remember is not.
+
+    The chief writes, and reads for all: the folder need not be visible to the other tasks, but every task's `fit` needs
+    the callback. A kill at any moment leaves whole checkpoints; a broken one is passed over with a warning. The number
+    of tasks may change in between. Checkpoints stay when training ends. Use one folder for each `fit` of a script.
+
+    Args:
+        folder: Where the checkpoints are, local or remote; made if missing. `tfdist.checkpoints` describes the files.
+        keep: How many checkpoints stay, the newest; None for all.
+        every_epochs: How often to save. The last epoch is always saved.
+
+    Raises:
+        LoadError: In `fit`, on every task: the checkpoints are of another model, or not one of them is whole.
+        SaveError: In `fit`, on the chief: a checkpoint could not be written. Older ones are untouched.
+
+    Example:
+        model.fit(x, y, epochs=20, callbacks=[tfdist.callbacks.Checkpoint("run/checkpoints")])
+    """
+
+    # Keras may call the hooks of batches beside the next step: they only count.
+    async_safe = True
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, every_epochs: int = 1) -> None:
+        super().__init__()
+        for name, value in (("keep", 1 if keep is None else keep), ("every_epochs", every_epochs)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
+        self.folder, self.keep, self.every_epochs = os.fspath(folder), keep, every_epochs
+        self._step = 0  # at the start of the epoch
+        self._batches = 0  # of the epoch
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        position = self._restore()
+        self._step = 0 if position is None else position.step
+        if position is not None:
+            internals.set_initial_epoch(self.model, position.epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        # With steps_per_execution the last batch of an execution is told, which may lie past the epoch's end.
+        self._batches = min(batch + 1, self.params.get("steps") or batch + 1)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._step += self._batches
+        is_last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
+        if not process.is_chief() or ((epoch + 1) % self.every_epochs and not is_last):
+            return
+        checkpoints.write(
+            self.folder,
+            self.model,
+            checkpoints.Position(self._step, epoch + 1),
+            tasks=len(_tasks()),
+            global_batch_size=self.params.get("batch_size"),
+            seeds={"script": internals.RANDOM_SEED.find()(), "fit": _number_of_fit(self.model)},
+        )
+        checkpoints.prune(self.folder, self.keep)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        # Keras' own fit leaves it on the model, and the next fit would run no epoch.
+        internals.set_initial_epoch(self.model, None)
+
+    def _restore(self) -> checkpoints.Position | None:
+        """Gives every task the newest checkpoint's values, which the chief reads; returns its position."""
+        told: dict[str, Any] = {}
+        error: Exception | None = None
+        if process.is_chief():
+            try:
+                found = checkpoints.newest(self.folder)
+                if found is not None:
+                    checkpoints.read(found, self.model)
+                    position = found.position
+                    told = {"position": [position.step, position.epoch, position.batch]}
+                    _log(found, len(_tasks()))
+            except Exception as caught:
+                error, told = caught, {"error": str(caught) or type(caught).__name__}
+        told = _from_chief(told)
+        if error is not None:
+            raise error
+        if "error" in told:
+            raise LoadError(f"{_tasks()[0]} could not go on from the checkpoints: {told['error']}")
+        if "position" not in told:
+            return None
+        _share(self.model)
+        return checkpoints.Position(*told["position"])
+
+
+def _log(found: checkpoints.Checkpoint, tasks: int) -> None:
+    position, saved_by = found.position, found.manifest.get("tasks")
+    logger.info(
+        "going on from %s: %d epochs (%d steps) are done%s",
+        found.path,
+        position.epoch,
+        position.step,
+        "" if saved_by == tasks else f"; it was saved by {saved_by} tasks, now there are {tasks}",
+    )
+
+
+def _number_of_fit(model: Any) -> int | None:
+    """Returns how many fits this model had before this one: part of the order of shuffled arrays."""
+    fits = vars(model).get("_tfdist_fits")
+    return None if fits is None else fits - 1
+
+
+def _tasks() -> tuple[Any, ...]:
+    current = process.current()
+    return ("this task",) if current is None or current.group is None else tuple(current.group.tasks)
+
+
+def _from_chief(told: dict[str, Any]) -> dict[str, Any]:
+    current = process.current()
+    if current is None or current.group is None:
+        return told
+    text = np.frombuffer(json.dumps(told).encode(), np.uint8)
+    answer: dict[str, Any] = json.loads(current.group.broadcast([text], root=0, tag="Checkpoint")[0].tobytes())
+    return answer
+
+
+def _share(model: Any) -> None:
+    """Gives all tasks the chief's values, so that only the chief must see the folder."""
+    current = process.current()
+    if current is None or current.group is None:
+        return
+    variables = [variable for group in checkpoints.state(model).values() for variable in group]
+    arrays = saving.values_of(variables)
+    for variable, array in zip(
+        variables, current.group.broadcast(arrays, root=0, tag="Checkpoint values"), strict=True
+    ):
+        local_component(internals.native(variable)).assign(array)
