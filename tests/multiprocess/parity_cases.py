@@ -749,6 +749,29 @@ def several_steps_per_execution(run: Run) -> dict:
 
 
 @case
+def compiled_by_xla(run: Run) -> dict:
+    return trained(
+        run,
+        metrics=["mae", "r2_score"],
+        optimizer=lambda: optimizers.Adam(1e-2, clipnorm=0.1),
+        validation_data=regression(7, 1),
+        predict=regression(7, 2)[0],
+        compile_arguments={"jit_compile": True},
+    )
+
+
+@case
+def compiled_where_xla_can_not(run: Run) -> dict:
+    """Synchronized batch statistics are sums over tasks in the middle of the step."""
+    return trained(
+        run,
+        optimizer=lambda: optimizers.SGD(0.05),
+        model=lambda: _batch_norm(True, epsilon=1.0),
+        compile_arguments={"jit_compile": True},
+    )
+
+
+@case
 def eagerly(run: Run) -> dict:
     return trained(run, epochs=1, metrics=["mae"], compile_arguments={"run_eagerly": True})
 

@@ -74,7 +74,6 @@ REFUSED = {
     "other_batches_for_train_on_batch": "DataError: worker 1 read another batch than worker 0",
     "datasets_that_end_at_other_steps": "DataError: the data of worker 0 ended before step 3, that of worker 1 goes on",
     "dataset_without_batches": r"DataError: .*single rows.*add \.batch\(global_batch_size\)",
-    "jit_compile": "UnsupportedError: jit_compile=True.*jit_compile=False",
     "metric_of_a_maximum": "UnsupportedError: the metric largest keeps a state that is no sum over rows",
     "metric_that_starts_at_infinity": "UnsupportedError: the metric smallest keeps a state that is no sum",
     "model_made_outside_the_scope": r"StrategyError: model.fit: \w+ was made outside.*with strategy.scope\(\):",

@@ -177,11 +177,6 @@ def unknown_kind_of_input(task: Task) -> Any:
     task.model().fit({1, 2, 3}, verbose=0)
 
 
-@check
-def jit_compile(task: Task) -> Any:
-    task.model(jit_compile=True).fit(X, Y, verbose=0)
-
-
 class Largest(keras.metrics.Metric):
     """A maximum: no sum of the tasks' states."""
 

@@ -72,6 +72,7 @@ RANDOM_SEED = _name("utils.rng_utils", "get_random_seed", "whether the script se
 MODEL_NAMES = tuple(
     _name("trainers.trainer", f"Trainer.{name}", why)
     for name, why in (
+        ("_compute_loss", "jit_compile=True: the loss of Keras' own step"),
         ("_assert_compile_called", "the same error as Keras for a model that is not compiled"),
         ("_flatten_metrics_in_order", "evaluate returns a list in Keras' order"),
         ("_should_eval", "validation_freq"),
@@ -236,3 +237,22 @@ def metrics_inside(metric: Any) -> list[Any] | None:
 def compiled_metrics(model: Any) -> Any:
     """Returns an object that is another one once the model has been compiled again."""
     return getattr(model, "_compile_metrics", None)
+
+
+# What the compiled step asks of a model with Keras' own train_step.
+
+
+def has_stock_train_step(model: Any) -> bool:
+    return type(model).train_step is TRAINER.find().train_step and "train_step" not in model.__dict__
+
+
+def call_for_training(model: Any, x: Any) -> Any:
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+
+
+def loss_tracker(model: Any) -> Any:
+    return model._loss_tracker

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
+
+
+class Steps(Protocol):
+    """What the loop runs: steps on what an iterator yields, or one on an element at hand."""
+
+    def on_element(self, element: Any) -> tuple[Any, Any]:
+        """Returns (logs, checksum) of one step on (data, rows, total, checksum)."""
+
+    def __call__(self, iterator: Any, steps: int) -> tuple[Any, Any]:
+        """Returns (logs, checksum) of the last of `steps` steps; raises StopIteration at the end of the data."""
 
 
 class StepFunction:

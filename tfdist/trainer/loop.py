@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfdist.internals import keras as internals
 from tfdist.trainer.callbacks import for_this_task
-from tfdist.trainer.function import StepFunction
+from tfdist.trainer.function import Steps
 from tfdist.trainer.inputs import Input
 from tfdist.trainer.synchronous import SynchronousEngine
 from tfdist.trainer.watchdog import Watchdog
@@ -261,7 +261,7 @@ def _logs_on_batch(engine: SynchronousEngine, model: Any, kind: str, batch: Any,
 class _Predicting:
     """A predict function whose logs are the outputs of whole batches, which it also keeps."""
 
-    def __init__(self, engine: SynchronousEngine, function: StepFunction, batches: list[Any]) -> None:
+    def __init__(self, engine: SynchronousEngine, function: Steps, batches: list[Any]) -> None:
         self._engine, self._function, self._batches = engine, function, batches
 
     def on_element(self, element: Any) -> tuple[dict[str, Any], Any]:
@@ -286,7 +286,7 @@ class _Predicting:
 def _run_epoch(
     engine: SynchronousEngine,
     model: Any,
-    function: StepFunction | _Predicting,
+    function: Steps,
     data: Input,
     epoch: int,
     begin: Callable[[int], None],
@@ -318,7 +318,12 @@ def _run_epoch(
 
 
 def _execute_in_agreement(
-    engine: SynchronousEngine, function: StepFunction | _Predicting, data: Input, iterator: Any, step: int, count: int
+    engine: SynchronousEngine,
+    function: Steps,
+    data: Input,
+    iterator: Any,
+    step: int,
+    count: int,
 ) -> tuple[dict[str, Any], Any]:
     """Runs up to `count` steps, each after the tasks have told each other whether they have rows for it."""
     result = None

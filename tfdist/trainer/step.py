@@ -93,6 +93,8 @@ class Step:
         self._moving: list[tuple[Any, tf.Tensor]] = []
         self._applying = False  # inside the outermost optimizer.apply
         self._deferred = False  # the optimizer accumulates: the sum comes later, in _clip_gradients
+        self._captured: list[Any] = []
+        self._forbidden: type[Exception] | None = None
         self._after: list[tf.Tensor] = []  # sums wait for these; see apply()
 
     @property
@@ -107,8 +109,32 @@ class Step:
         """This task's rows / all rows, as a scalar."""
         return tf.cast(self._share, dtype)
 
+    @property
+    def captured(self) -> list[Any]:
+        """The variables whose updates stay in tensors: metrics and moving statistics."""
+        return self._captured
+
+    def value_of(self, variable: Any) -> tf.Tensor:
+        assert self._scope is not None
+        return self._scope.get_current_value(variable)
+
+    def set_value(self, variable: Any, value: tf.Tensor) -> None:
+        assert self._scope is not None
+        self._scope.add_update((variable, value))
+
+    @contextmanager
+    def without_sums(self, error: type[Exception]) -> Iterator[None]:
+        """Code inside that sums over tasks raises this error."""
+        self._forbidden = error
+        try:
+            yield
+        finally:
+            self._forbidden = None
+
     def sum(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         """Sums over tasks, after every earlier sum of this step."""
+        if self._forbidden is not None:
+            raise self._forbidden(tag)
         with tf.control_dependencies(self._after):
             return self._reduction.sum(tensors, tag)
 
@@ -137,6 +163,7 @@ class Step:
         before = [tf.identity(native) for native in natives]
         self._moving = [(v, tf.identity(internals.native(v))) for v in moving]
         captured = list(zip(metrics, before, strict=True)) + self._moving
+        self._captured = [variable for variable, _ in captured]
         with CaptureScope(captured) as self._scope, _active(self):
             logs = function(data)
             if self._moving:  # the step applied no gradients (or accumulates them): the statistics travel alone

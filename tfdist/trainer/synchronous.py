@@ -25,12 +25,13 @@ from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
 from tfdist.trainer.agreement import Agreement
-from tfdist.trainer.function import StepFunction
+from tfdist.trainer.function import StepFunction, Steps
 from tfdist.trainer.inputs import Input
 from tfdist.trainer.metrics import not_additive
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.sources import slice_batch, stand_in
 from tfdist.trainer.step import CaptureScope, Step
+from tfdist.trainer.xla import UntilNotCompilable, can_split, split_step
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +180,6 @@ class SynchronousEngine:
 
     def prepare(self, model: Any, element_spec: Any, *, training: bool) -> None:
         """Builds the model, its loss, metrics and optimizer in the scope, before anything is traced."""
-        self._refuse(model)
         batch = _symbolic(element_spec)
         optimizer = model.optimizer
         with self.strategy.scope():
@@ -187,15 +187,6 @@ class SynchronousEngine:
                 for part in {id(o): o for o in (optimizer, getattr(optimizer, "inner_optimizer", optimizer))}.values():
                     internals.set_optimizer_strategy(part, self.strategy)  # compiled outside the scope
             internals.symbolic_build(model, batch)
-
-    def _refuse(self, model: Any) -> None:
-        if self.size == 1:
-            return
-        if model.jit_compile:
-            raise UnsupportedError(
-                "jit_compile=True: XLA can not compile a step whose sums cross tasks; "
-                "use model.compile(..., jit_compile=False)"
-            )
 
     def check_metrics(self, model: Any, data: Input) -> None:
         """Refuses metrics whose states can't be summed over tasks; tried once for each compile.
@@ -234,7 +225,7 @@ class SynchronousEngine:
 
     # -- functions
 
-    def function(self, model: Any, kind: str) -> StepFunction:
+    def function(self, model: Any, kind: str) -> Steps:
         """Returns the "train" or "test" function, traced once and kept with the model until it is compiled again."""
         state = (model.optimizer, internals.compiled_loss(model), model.run_eagerly, model.jit_compile)
         kept = model.__dict__.setdefault("_tfdist_functions", {})
@@ -242,16 +233,39 @@ class SynchronousEngine:
             kept[kind] = (state, self._make_function(model, kind))
         return kept[kind][1]
 
-    def _make_function(self, model: Any, kind: str) -> StepFunction:
+    def _make_function(self, model: Any, kind: str) -> Steps:
+        jit_compile = bool(model.jit_compile)
+        if jit_compile and self.size > 1:
+            if kind == "train" and can_split(model):
+                return UntilNotCompilable(
+                    self._function_of(model, kind, split_step(model)),
+                    lambda: self._function_of(model, kind, model.train_step),
+                    lambda: self._say_no_xla(model),
+                )
+            if kind == "train":
+                self._say_no_xla(model)
+            jit_compile = False
         step_function = model.train_step if kind == "train" else model.test_step
+        return self._function_of(model, kind, step_function, jit_compile=jit_compile)
 
+    def _say_no_xla(self, model: Any) -> None:
+        if self.is_chief:
+            logger.warning(
+                "jit_compile=True: %s trains without XLA, since its step needs sums over tasks where XLA can't leave "
+                "the program; jit_compile=False says the same",
+                model.name,
+            )
+
+    def _function_of(
+        self, model: Any, kind: str, step_function: Callable[[Any], Any], *, jit_compile: bool = False
+    ) -> StepFunction:
         def step(data: Any, rows: tf.Tensor, total: tf.Tensor, checksum: tf.Tensor) -> tuple[Any, tf.Tensor]:
             # Nothing may run when get_next() finds the end of the data: in plain Keras `iterations += 1` does.
             with tf.control_dependencies([tf.identity(total)]):
                 logs = self._step(model, step_function, kind == "train", _without_optionals(data), rows, total)
             return logs, checksum
 
-        return StepFunction(step, eager=model.run_eagerly, jit_compile=bool(model.jit_compile))
+        return StepFunction(step, eager=model.run_eagerly, jit_compile=jit_compile)
 
     def _step(
         self, model: Any, function: Callable[[Any], Any], training: bool, data: Any, rows: tf.Tensor, total: tf.Tensor
@@ -294,7 +308,7 @@ class SynchronousEngine:
 
     # -- predictions
 
-    def predict_function(self, model: Any) -> StepFunction:
+    def predict_function(self, model: Any) -> Steps:
         """Returns a function of the same kind whose logs are the outputs for this task's rows."""
         state = (model.run_eagerly, model.jit_compile)
         kept = model.__dict__.setdefault("_tfdist_functions", {})
