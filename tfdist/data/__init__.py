@@ -8,6 +8,8 @@ in a loop of your own. Its order is a function of seed and epoch, its position a
 """
 
 from tfdist.data.arrays import from_arrays
+from tfdist.data.files import from_files
+from tfdist.data.function import InputContext, from_function
 from tfdist.data.pipeline import Pipeline
 
-__all__ = ["Pipeline", "from_arrays"]
+__all__ = ["InputContext", "Pipeline", "from_arrays", "from_files", "from_function"]

@@ -9,53 +9,25 @@ import tensorflow as tf
 import tfdist
 
 
-def rows_of(dataset):
-    """Per step: the rows that count, as numbers, and the rows of the whole batch."""
-    steps = []
-    for data, rows, total in dataset:
-        part = tf.nest.flatten(data)[0]
-        assert part.shape[0] >= 1, "a task without rows still needs one to run"
-        steps.append((part[: int(rows)].numpy().ravel().tolist(), int(total)))
-    return steps
-
-
-def in_order(pipeline, size, **place):
-    """The whole batches, put together from every task's part."""
-    parts = [rows_of(pipeline.for_task(index, size, **place)) for index in range(size)]
-    assert len({len(part) for part in parts}) == 1, "every task must make the same number of steps"
-    batches = []
-    for step in zip(*parts, strict=True):
-        sizes = [len(rows) for rows, _ in step]
-        assert max(sizes) - min(sizes) <= 1, "no task may get much more than another"
-        assert {total for _, total in step} == {sum(sizes)}
-        batches.append([row for rows, _ in step for row in rows])
-    return batches
-
-
-def expected(order, batch_size, drop_remainder=False):
-    batches = [list(order[first : first + batch_size]) for first in range(0, len(order), batch_size)]
-    return batches[: len(order) // batch_size] if drop_remainder else batches
-
-
 @pytest.mark.parametrize(("rows", "batch_size"), [(12, 4), (13, 5), (1, 1), (2, 5), (7, 3), (5, 1)])
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_tasks_together_get_each_row_of_each_batch_once_in_order(rows, batch_size, size):
+def test_tasks_together_get_each_row_of_each_batch_once_in_order(rows, batch_size, size, in_order, cut):
     pipeline = tfdist.data.from_arrays(np.arange(rows), batch_size)
-    assert in_order(pipeline, size) == expected(range(rows), batch_size)
-    assert pipeline.steps_per_epoch == len(expected(range(rows), batch_size))
+    assert in_order(pipeline, size) == cut(range(rows), batch_size)
+    assert pipeline.steps_per_epoch == len(cut(range(rows), batch_size))
     assert pipeline.rows == rows
 
 
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("epoch", [0, 4])
 @pytest.mark.parametrize("drop_remainder", [False, True])
-def test_a_shuffled_order_is_numpys_permutation_for_seed_and_epoch(size, epoch, drop_remainder):
+def test_a_shuffled_order_is_numpys_permutation_for_seed_and_epoch(size, epoch, drop_remainder, in_order, cut):
     pipeline = tfdist.data.from_arrays(np.arange(20), 6, shuffle=True, seed=7, drop_remainder=drop_remainder)
     order = np.random.default_rng((7, epoch)).permutation(20).tolist()
-    assert in_order(pipeline, size, epoch=epoch) == expected(order, 6, drop_remainder)
+    assert in_order(pipeline, size, epoch=epoch) == cut(order, 6, drop_remainder)
 
 
-def test_other_epochs_and_seeds_have_other_orders():
+def test_other_epochs_and_seeds_have_other_orders(in_order):
     def order(seed, epoch):
         return in_order(tfdist.data.from_arrays(np.arange(30), 30, shuffle=True, seed=seed), 1, epoch=epoch)[0]
 
@@ -64,7 +36,7 @@ def test_other_epochs_and_seeds_have_other_orders():
     assert len({tuple(one) for one in orders}) == 4
 
 
-def test_an_unseeded_shuffle_has_the_same_order_whatever_seed_tensorflow_has():
+def test_an_unseeded_shuffle_has_the_same_order_whatever_seed_tensorflow_has(in_order):
     def order():
         return in_order(tfdist.data.from_arrays(np.arange(30), 30, shuffle=True), 2)
 
@@ -76,7 +48,7 @@ def test_an_unseeded_shuffle_has_the_same_order_whatever_seed_tensorflow_has():
 
 @pytest.mark.parametrize("start_step", [0, 1, 3, 4])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_an_epoch_can_be_entered_at_any_step(shuffle, start_step):
+def test_an_epoch_can_be_entered_at_any_step(shuffle, start_step, in_order):
     pipeline = tfdist.data.from_arrays(np.arange(14), 4, shuffle=shuffle, seed=1)
     whole = in_order(pipeline, 3, epoch=2)
     assert in_order(pipeline, 3, epoch=2, start_step=start_step) == whole[start_step:]
