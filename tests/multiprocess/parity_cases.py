@@ -426,6 +426,56 @@ def datasets_from_function(run: Run) -> dict:
 
 
 @case
+def pipeline_of_arrays(run: Run) -> dict:
+    """Reference: plain Keras on rows put in the documented order, f(seed, epoch)."""
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    if run.is_plain:
+        orders = [np.random.default_rng((5, epoch)).permutation(40) for epoch in range(2)]
+        parts = [fitted(model, x[o], y[o], epochs=1, validation_data=regression(9, 1)) for o in orders]
+        names = [name for name in parts[0] if name.startswith("log ") or name == "batch logs"]
+        joined = {name: np.concatenate([p[name] for p in parts]) for name in names}
+        result = {**parts[-1], **joined}
+        del result["evaluate"]
+        return {**result, "predictions": np.ravel(model.predict(x[:7], verbose=0))}
+    from tfdist import data
+
+    training = data.from_arrays((x, y), 12, shuffle=True, seed=5)
+    validation = data.from_arrays(regression(9, 1), 4)
+    return fitted(model, training, validation_data=validation, predict=data.from_arrays(x[:7], 5))
+
+
+@case
+def pipeline_of_a_function(run: Run) -> dict:
+    """Shares of other sizes, of which one ends early; the sum over tasks is one batch of all rows, then the rest."""
+    x, y = regression(41)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    if run.is_plain:
+
+        def batches() -> Any:
+            yield from [(x[:33], y[:33]), (x[33:], y[33:])]
+
+        signature = (tf.TensorSpec((None, 6)), tf.TensorSpec((None, 1)))
+        return fitted(
+            model, tf.data.Dataset.from_generator(batches, output_signature=signature).repeat(), steps_per_epoch=2
+        )
+    from tfdist.data import from_function
+
+    def mine(context: Any) -> tf.data.Dataset:
+        # First step: 33 rows shared out; second step: the other 8, all on the last task.
+        i, n = context.input_pipeline_id, context.num_input_pipelines
+        first, last = 33 * i // n, 33 * (i + 1) // n
+        parts = tf.data.Dataset.from_tensors((x[first:last], y[first:last]))
+        return parts.concatenate(tf.data.Dataset.from_tensors((x[33:], y[33:]))) if i == n - 1 else parts
+
+    return fitted(model, from_function(mine))
+
+
+@case
 def on_batch(run: Run) -> dict:
     x, y = regression(26)
     weight = np.random.default_rng(5).uniform(0.1, 3, 13).astype("float32")

@@ -37,6 +37,12 @@ def read(
     Raises:
         UnsupportedError: Input of a kind that can't be split over tasks, with what to pass instead.
     """
+    if sources.is_pipeline(x):
+        given = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(f"{name} can't stand beside a pipeline, which holds its own: {x!r}")
+        return sources.from_pipeline(x, index, size)
     own = own_dataset(x)
     if own is not None:
         return sources.from_own(own)
@@ -117,12 +123,13 @@ class Input:
 
     @property
     def needs_agreement(self) -> bool:
-        return self._size > 1 and (self.source.split == "own" or self.batches is None)
+        return self.source.split == "own" or (self._size > 1 and self.batches is None)
 
     def summary(self, prefix: str) -> dict[str, Any]:
         """What must be the same on every task."""
         own = self.source.split == "own"
         return {
+            **{f"{prefix}{name}": value for name, value in self.source.fingerprint.items()},
             f"{prefix}steps": self._wanted_steps if own else self.steps,
             f"{prefix}batch size": self.source.global_batch_size,
             f"{prefix}number of rows": self.source.rows,

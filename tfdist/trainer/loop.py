@@ -369,6 +369,10 @@ def _log_plan(engine: SynchronousEngine, data: Input) -> None:
         split = " + ".join(str(batch * (i + 1) // n - batch * i // n) for i in range(min(n, 8))) + (
             " + ..." if n > 8 else ""
         )
+    if data.source.split == "sliced":
+        logger.info(
+            "every task reads the whole input and keeps its rows of each batch; tfdist.data shares the reading as well"
+        )
     logger.info(
         "training on %d tasks (%s); global batch %s = %s rows; %s steps per epoch%s",
         n,

@@ -16,9 +16,9 @@ batch (0 where none is needed).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -44,8 +44,9 @@ class Source:
         batches: Global batches in a pass, or None where that is unknown.
         global_batch_size: Rows of a full batch, or None where that is unknown.
         rows: Rows in a pass, or None where that is unknown.
-        split: "indexed", "sliced" (every task reads the whole batches, so they must be the same), or "own" (every task
-            brings rows of its own, and their number is summed).
+        split: "indexed" (each task reads its own rows of batches it knows), "sliced" (every task reads the whole
+            batches, so they must be the same), or "own" (every task brings rows of its own, and their number is summed).
+        fingerprint: What else must be the same on every task, by name.
     """
 
     element_spec: Any
@@ -55,6 +56,7 @@ class Source:
     global_batch_size: int | None = None
     rows: int | None = None
     finish: Callable[[], None] = _nothing
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
 # -- arrays
@@ -239,6 +241,48 @@ def _checksum(batch: Any) -> tf.Tensor:
         text = tf.io.serialize_tensor(part)
         total += tf.strings.to_hash_bucket_fast(text, 2**61) // (position + 1)
     return total
+
+
+# -- pipelines
+
+
+class Pipeline(Protocol):
+    """What a `tfdist.data` pipeline is to the trainer; see `tfdist.data.pipeline`."""
+
+    steps_per_epoch: int | None
+    global_batch_size: int | None
+    rows: int | None
+
+    def for_task(self, index: int, size: int, *, epoch: int = 0, start_step: int = 0) -> tf.data.Dataset: ...
+
+    @property
+    def element_spec(self) -> Any: ...
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]: ...
+
+
+def is_pipeline(x: Any) -> bool:
+    return callable(getattr(x, "for_task", None)) and hasattr(x, "fingerprint")
+
+
+def from_pipeline(pipeline: Pipeline, index: int, size: int) -> Source:
+    """A pipeline that knows each task's part by itself; an epoch of it is a pass."""
+
+    def start(number: int) -> Iterator[Any]:
+        dataset = pipeline.for_task(index, size, epoch=number)
+        return iter(dataset.map(lambda data, rows, total: (data, rows, total, tf.constant(0, tf.int64))))
+
+    return Source(
+        pipeline.element_spec,
+        start,
+        # Where it does not know its rows, those of a step are known when the tasks have told each other.
+        "own" if pipeline.rows is None else "indexed",
+        pipeline.steps_per_epoch,
+        pipeline.global_batch_size,
+        pipeline.rows,
+        fingerprint=pipeline.fingerprint,
+    )
 
 
 # -- rows of each task's own

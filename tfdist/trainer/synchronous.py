@@ -160,7 +160,8 @@ class SynchronousEngine:
         own = data.source.split == "own"
         while True:
             element = next(iterator, None)
-            rows = None if element is None else int(element[1])
+            has_ended = element is None or (own and int(element[2]) == 0)
+            rows = None if has_ended else int(element[1])
             total = self.agreement.rows_of_step(rows, step, own=own)
             if total is None:
                 return None
