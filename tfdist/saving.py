@@ -75,7 +75,12 @@ def _writer(model: Any, path: str) -> Callable[[str], None]:
     if name.endswith(".weights.h5"):
         return lambda target: model.save_weights(target, overwrite=True)
     if name.endswith((".keras", ".h5")):
-        return lambda target: model.save(target, overwrite=True)
+
+        def save_model(target: str) -> None:
+            with internals.keeping_optimizer(model):
+                model.save(target, overwrite=True)
+
+        return save_model
     if "." in name.lstrip("."):
         raise SaveError(
             f"{path}: unknown suffix; use .keras (model), .weights.h5 (weights), .h5 (old format), or none for a "

@@ -1,4 +1,4 @@
-"""`tfdist.save`: whole files or none, by suffix, on the chief."""
+"""`tfdist.save`: whole files or none, by suffix, on the chief; `tfdist.load` and `load_weights` on one task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tfdist.errors import SaveError
+from tfdist import process
+from tfdist.errors import LoadError, SaveError, StrategyError
 
 X = np.ones((3, 2), "float32")
 
@@ -39,6 +40,12 @@ def test_each_suffix_writes_what_keras_loads(name, model, tmp_path):
     else:
         clone = keras.models.load_model(path, compile=False)  # .h5 can not name a loss given as a string
     np.testing.assert_allclose(clone.predict(X, verbose=0), expected, rtol=1e-6)
+
+
+def test_a_keras_file_after_an_h5_file_still_holds_the_optimizer(model, tmp_path):
+    for name in ("m.h5", "m.keras"):
+        tfdist.save(model, tmp_path / name)
+    assert isinstance(keras.models.load_model(tmp_path / "m.keras").optimizer, keras.optimizers.Adam)
 
 
 @pytest.mark.parametrize("name", ["m.pt", "m.weights", "m.h4", "m.keras.zip"])
@@ -110,3 +117,112 @@ def test_another_task_than_the_chief_returns_at_once_and_writes_nothing(model, t
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(SaveError, match="unknown suffix"):  # every task hears of a wrong call
         tfdist.save(model, tmp_path / "m.pt")
+
+
+# -- loading
+
+
+@pytest.fixture
+def strategy():
+    before = process.current()
+    yield tfdist.create_strategy()
+    process.set_current(before)
+
+
+def states(of: keras.Model) -> list[np.ndarray]:
+    return [np.asarray(v) for v in (*of.weights, *of.optimizer.variables)]
+
+
+def assert_same(first: keras.Model, second: keras.Model) -> None:
+    for a, b in zip(states(first), states(second), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("where", ["{}/m.keras", "file://{}/m.keras", "ram://load/m.keras"])
+def test_load_gives_the_model_with_its_optimizer_in_the_strategys_scope(where, model, strategy, tmp_path):
+    path = where.format(tmp_path)
+    tfdist.save(model, path)
+    loaded = tfdist.load(path)
+    assert_same(loaded, model)
+    with strategy.scope():
+        assert strategy.extended.variable_created_in_scope(loaded.weights[0].value)
+    loaded.fit(X, X[:, :1], verbose=0)
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) + 1
+
+
+def test_load_takes_files_of_plain_keras(model, strategy, tmp_path):
+    theirs = keras.models.clone_model(model)
+    theirs.set_weights(model.get_weights())
+    for name in ("m.keras", "m.h5"):
+        theirs.save(tmp_path / name)
+        loaded = tfdist.load(tmp_path / name, compile=False)
+        np.testing.assert_array_equal(loaded.predict(X, verbose=0), model.predict(X, verbose=0))
+
+
+def test_load_uses_the_strategy_that_it_is_given(model, strategy, tmp_path):
+    tfdist.save(model, tmp_path / "m.keras")
+    other = tf.distribute.OneDeviceStrategy("/CPU:0")
+    loaded = tfdist.load(tmp_path / "m.keras", strategy=other)
+    assert other.extended.variable_created_in_scope(loaded.weights[0].value)
+
+
+def test_load_passes_the_users_own_classes_on(strategy, tmp_path):
+    class Mine(keras.layers.Dense):
+        pass
+
+    made = keras.Sequential([keras.Input((2,)), Mine(1)])
+    tfdist.save(made, tmp_path / "m.keras")
+    assert isinstance(tfdist.load(tmp_path / "m.keras", custom_objects={"Mine": Mine}).layers[0], Mine)
+    with pytest.raises(TypeError, match="Mine"):
+        tfdist.load(tmp_path / "m.keras")
+
+
+@pytest.mark.parametrize("name", ["m.keras", "m.weights.h5", "m.h5"])
+def test_load_weights_gives_a_new_optimizer_its_state(name, model, strategy, tmp_path):
+    tfdist.save(model, tmp_path / name)
+    with strategy.scope():
+        fresh = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        fresh.compile("adam", "mse")
+    tfdist.load_weights(fresh, tmp_path / name)
+    if name == "m.weights.h5":
+        assert_same(fresh, model)
+    else:  # Keras takes no more than the weights out of a file of a whole model
+        np.testing.assert_array_equal(fresh.get_weights()[0], model.get_weights()[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("m.weights.h5", r"holds weights and no model; make the model and use tfdist\.load_weights\(model, path\)"),
+        ("exported", r"unknown suffix.*tf\.saved_model\.load"),
+        ("m.pt", r"unknown suffix; tfdist\.load reads \.keras and \.h5"),
+        ("missing.keras", r"missing\.keras can not be loaded: there is no such file"),
+        ("text.keras", r"text\.keras can not be loaded: it is no whole \.keras file"),
+        ("cut.keras", r"cut\.keras can not be loaded: it is no whole"),
+        ("changed.keras", r"changed\.keras can not be loaded: it is broken: config\.json"),
+        ("folder.keras", r"folder\.keras can not be loaded: it is a folder"),
+    ],
+)
+def test_load_says_what_is_wrong_with_a_file(name, says, model, strategy, tmp_path):
+    tfdist.save(model, tmp_path / "good.keras")
+    data = (tmp_path / "good.keras").read_bytes()
+    (tmp_path / "text.keras").write_text("text")
+    (tmp_path / "cut.keras").write_bytes(data[:-100])
+    changed = bytearray(data)
+    changed[data.index(b"config.json") + 60] ^= 1
+    (tmp_path / "changed.keras").write_bytes(changed)
+    (tmp_path / "folder.keras").mkdir()
+    with pytest.raises(LoadError, match=says):
+        tfdist.load(tmp_path / name)
+
+
+def test_load_before_the_tasks_have_met_says_what_to_call(model, tmp_path, monkeypatch):
+    before = process.current()
+    process.set_current(None)
+    cluster = {"worker": ["127.0.0.1:5001", "127.0.0.1:5002"]}
+    monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 1}}))
+    try:
+        with pytest.raises(StrategyError, match=r"worker 1 is one of 2 tasks.*call tfdist\.create_strategy\(\) first"):
+            tfdist.load(tmp_path / "m.keras")
+    finally:
+        process.set_current(before)

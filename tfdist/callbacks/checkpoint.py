@@ -56,6 +56,7 @@ class Checkpoint(keras.callbacks.Callback):
         self._batches = 0  # of the epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
+        saving.build_optimizer(self.model)  # Keras' own fit may do so later
         position = self._restore()
         self._step = 0 if position is None else position.step
         if position is not None:

@@ -166,6 +166,20 @@ def initial_epoch(model: Any) -> int | None:
     return epoch
 
 
+@contextmanager
+def keeping_optimizer(model: Any) -> Iterator[None]:
+    """Undoes what `model.save("model.h5")` does to the model: a `.keras` file saved after it lacks the optimizer.
+
+    Keras takes the optimizer out of the model's own record of its compile arguments (model_metadata).
+    """
+    config = getattr(getattr(model, "_compile_config", None), "config", {})
+    kept = dict(config)
+    try:
+        yield
+    finally:
+        config.update(kept)
+
+
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Asks the `fit` that is beginning, ours or Keras' own, to begin with this epoch."""
     model._initial_epoch = epoch
