@@ -73,7 +73,7 @@ def test_a_kind_that_does_not_fit_the_cluster_is_an_error_of_the_cluster(kind, e
 def test_seed_makes_a_lone_script_repeatable():
     def draw() -> np.ndarray:
         tfdist.create_strategy(seed=11)
-        # Not keras.random: up to Keras 3.13 its generator keeps its state when the seed is set again.
+        # Not keras.random: in Keras 3.12 its generator keeps its state when the seed is set again.
         return np.asarray(keras.initializers.RandomNormal()((3,)))
 
     np.testing.assert_array_equal(draw(), draw())
