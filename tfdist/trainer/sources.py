@@ -45,7 +45,7 @@ class Source:
         global_batch_size: Rows of a full batch, or None where that is unknown.
         rows: Rows in a pass, or None where that is unknown.
         split: "indexed" (each task reads its own rows of batches it knows), "sliced" (every task reads the whole
-            batches, so they must be the same), or "own" (every task brings rows of its own, and their number is summed).
+            batches, so they must be the same), or "own" (every task brings rows of its own, whose number is summed).
         fingerprint: What else must be the same on every task, by name.
     """
 

@@ -160,14 +160,13 @@ class SynchronousEngine:
         own = data.source.split == "own"
         while True:
             element = next(iterator, None)
-            has_ended = element is None or (own and int(element[2]) == 0)
-            rows = None if has_ended else int(element[1])
+            rows = None if element is None or (own and int(element[2]) == 0) else int(element[1])
             total = self.agreement.rows_of_step(rows, step, own=own)
             if total is None:
                 return None
             if total == 0:
                 continue  # a batch of no rows on any task
-            if element is None:
+            if element is None:  # no stand-in came with the end
                 last = data.last if data.last is not None else stand_in(data.source.element_spec)
                 return last, tf.constant(0), tf.constant(total), tf.constant(0, tf.int64)
             data.last = element[0]
