@@ -28,13 +28,13 @@ def _in_order(pipeline, size, **place):
     return batches
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def in_order():
     """(pipeline, size, epoch=, start_step=) -> the whole batches, put together from every task's part."""
     return _in_order
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def cut():
     """(order, batch size) -> its batches."""
 
