@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -107,32 +109,42 @@ class Pipeline(ABC):
         return Mapped(self, fn)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Mapped(Pipeline):
     """A pipeline with a function applied to its data."""
 
-    def __init__(self, source: Pipeline, fn: Callable[..., Any]) -> None:
-        self._source, self._fn = source, fn
-        self.global_batch_size = source.global_batch_size
-        self.steps_per_epoch = source.steps_per_epoch
-        self.rows = source.rows
+    source: Pipeline
+    fn: Callable[..., Any]
+
+    @property
+    def global_batch_size(self) -> int | None:  # type: ignore[override]
+        return self.source.global_batch_size
+
+    @property
+    def steps_per_epoch(self) -> int | None:  # type: ignore[override]
+        return self.source.steps_per_epoch
+
+    @property
+    def rows(self) -> int | None:  # type: ignore[override]
+        return self.source.rows
 
     def __repr__(self) -> str:
-        return f"{self._source!r}.map({name_of(self._fn)})"
+        return f"{self.source!r}.map({name_of(self.fn)})"
 
     def _for_task(self, index: int, size: int, epoch: int, start_step: int) -> tf.data.Dataset:
         def apply(data: Any, rows: tf.Tensor, total: tf.Tensor) -> Any:
-            return call(self._fn, data), rows, total
+            return call(self.fn, data), rows, total
 
-        source = self._source._for_task(index, size, epoch, start_step)  # noqa: SLF001
+        source = self.source._for_task(index, size, epoch, start_step)  # noqa: SLF001
         return source.map(apply, num_parallel_calls=AUTOTUNE)
 
-    @property
+    @cached_property
     def element_spec(self) -> Any:
         return self.for_task(0, 1).element_spec[0]
 
     @property
     def fingerprint(self) -> dict[str, object]:
-        return self._source.fingerprint
+        return self.source.fingerprint
 
 
 def share(total: Any, index: int, size: int) -> tuple[Any, Any]:

@@ -76,6 +76,14 @@ def test_rows_stay_open_in_the_spec_also_where_every_batch_has_one_row():
     assert pipeline.element_spec == tf.TensorSpec([None], tf.int64)
 
 
+def test_a_part_that_is_missing_stays_missing():
+    pipeline = tfdist.data.from_function(
+        lambda context: tf.data.Dataset.range(2).batch(2).map(lambda x: (x, None, tf.cast(x, tf.float32)))
+    )
+    got = [data for data, _, _ in itertools.islice(pipeline.for_task(0, 1), 2)]
+    assert [(x.numpy().tolist(), y) for x, y, _ in got] == [([0, 1], None), ([0], None)]
+
+
 @pytest.mark.parametrize("composite", ["ragged", "sparse"])
 def test_ragged_and_sparse_batches_stand_in_too(composite):
     def mine(context):
