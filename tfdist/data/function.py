@@ -162,7 +162,7 @@ def _remember(row: Any, batch: tuple[Any, tf.Tensor]) -> Any:
 
 def _stand_in(spec: Any) -> Any:
     """One row of a dataset that may have none: ones for floats, since people divide by them, and zeros."""
-    if not hasattr(spec, "dtype"):  # None, or what stands for it in a dataset: TensorFlow 2.19 does not export its class
+    if not hasattr(spec, "dtype"):  # None, or the spec of None, whose class TensorFlow 2.19 does not export
         return None
     shape = [1, *(size or 1 for size in spec.shape[1:])]
     if isinstance(spec, tf.SparseTensorSpec):
