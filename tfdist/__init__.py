@@ -28,6 +28,7 @@ _HOME = {
     "load_weights": "tfdist.saving",
     "resolve": "tfdist.tf_config",
     "save": "tfdist.saving",
+    "testing": "tfdist.testing",
 }
 __all__ = sorted([*_HOME, "__version__"])
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from tfdist import callbacks as callbacks
     from tfdist import data as data
     from tfdist import errors as errors
+    from tfdist import testing as testing
     from tfdist.cluster import Cluster as Cluster
     from tfdist.cluster import Task as Task
     from tfdist.cluster import TFConfig as TFConfig

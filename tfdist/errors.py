@@ -9,6 +9,10 @@
     ├── SaveError (OSError)                  a model that could not be written; the old file is untouched
     ├── LoadError (OSError)                  a model or checkpoint that could not be read, or not the same everywhere
     ├── LaunchError (ValueError)             a command line that can not be started
+    ├── TravelError (TypeError)              a function, argument or result that can not be sent to a task of a test
+    ├── TaskFailedError (RuntimeError)       a task of a test failed; the text holds what all tasks wrote
+    │   └── TaskTimeoutError (TimeoutError)  the tasks of a test did not end in time
+    ├── ParityError (AssertionError)         a function that gives other numbers on several tasks than in one process
     └── GroupError (RuntimeError)            the tasks can not go on together
         ├── MeetingError                     they did not find each other, or do not belong together
         ├── PeerLostError (ConnectionError)  a task died, left or fell silent
@@ -55,6 +59,32 @@ class LoadError(TfdistError, OSError):
 
 class LaunchError(TfdistError, ValueError):
     """A command line that can not be started."""
+
+
+class TravelError(TfdistError, TypeError):
+    """A function, argument or result that can not be sent to a task of a test's cluster, or back."""
+
+
+class TaskFailedError(TfdistError, RuntimeError):
+    """A task of a test's cluster failed; the text holds what all tasks wrote.
+
+    Attributes:
+        task: The name of the task that failed first, e.g. "worker 1", where it is known.
+        code: The exit code of the run.
+    """
+
+    def __init__(self, message: str, *, task: str | None = None, code: int | None = None) -> None:
+        super().__init__(message)
+        self.task = task
+        self.code = code
+
+
+class TaskTimeoutError(TaskFailedError, TimeoutError):
+    """The tasks of a test's cluster did not end in time; the text holds where each of them was."""
+
+
+class ParityError(TfdistError, AssertionError):
+    """A function gives other numbers on several tasks than in one process; the text is a table of the worst."""
 
 
 class GroupError(TfdistError, RuntimeError):

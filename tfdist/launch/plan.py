@@ -85,8 +85,14 @@ class Options:
         return self.chief or self.ps > 0
 
     @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks in the order of their local indices, the chief first."""
+        counts = {"chief": int(self.has_chief), "worker": self.workers, "ps": self.ps}
+        return tuple(Task(job, i) for job, count in counts.items() for i in range(count))
+
+    @property
     def task_count(self) -> int:
-        return self.workers + self.ps + self.has_chief
+        return len(self.tasks)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ def make_plan(
     cluster = tf_config.local_cluster(
         workers=options.workers, ps=options.ps, chief=options.has_chief, ports=ports, host=host
     )
-    tasks = [Task(name, i) for name in ("chief", "worker", "ps") for i in range(len(cluster.jobs.get(name, ())))]
+    tasks = options.tasks
     common = {name: value for name, value in environ.items() if not _is_ours(name)}
     notes = []
     if common.pop("TF_CONFIG", None):

@@ -1,0 +1,82 @@
+"""A training function -> an error unless it gives on several tasks what it gives in one plain Keras process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tfdist.errors import ParityError
+from tfdist.testing.cluster import PLAIN, TIMEOUT_S, LocalCluster
+from tfdist.testing.comparison import FLOOR, TOLERANCE, Comparison, compare
+
+
+def assert_parity(
+    function: Callable[..., Any],
+    *arguments: Any,
+    workers: int | Sequence[int] = 2,
+    tolerance: float = TOLERANCE,
+    floor: float = FLOOR,
+    strategy: bool | str | Mapping[str, Any] = True,
+    seed: int = 0,
+    timeout_s: float = TIMEOUT_S,
+    env: Mapping[str, str] | None = None,
+) -> None:
+    """Raises unless `function` gives on N workers the numbers that it gives in one process of plain Keras.
+
+    The function gets a strategy, makes and compiles its model in the strategy's scope, and returns numbers and arrays:
+    logs, weights, predictions. In the plain process that is TensorFlow's default strategy, which does nothing, and
+    `fit` is Keras' own. Every process starts with the same seed. Leave out what differs by its nature: dropout draws
+    other numbers on each task.
+
+    Args:
+        function: At the top level of a file, as for `local_cluster`.
+        arguments: What it gets after the strategy.
+        workers: The number of workers, or several to try one after the other.
+        tolerance: The largest max|a - b| / max|b| of an array that counts as equal.
+        floor: Arrays whose largest value is below this are compared with it instead.
+        strategy: What the workers make: True, a kind, or arguments of `create_strategy`.
+        seed: What `keras.utils.set_random_seed` is given in every process.
+        timeout_s: How long each number of workers may take.
+        env: Environment variables of all processes.
+
+    Raises:
+        ParityError: The numbers differ; the message is a table of the worst arrays.
+
+    Example:
+        def train(strategy):
+            with strategy.scope():
+                model = build()
+                model.compile("adam", "mse")
+            history = model.fit(x, y, batch_size=32, shuffle=False, verbose=0)
+            return {**history.history, "weights": model.get_weights()}
+
+        def test_training_gives_what_one_process_gives():
+            tfdist.testing.assert_parity(train)
+    """
+    counts = [workers] if isinstance(workers, int) else list(workers)
+
+    def results(count: int, kind: bool | str | Mapping[str, Any]) -> list[Any]:
+        with LocalCluster(workers=count, strategy=kind, seed=seed, timeout_s=timeout_s, env=env) as cluster:
+            return cluster.run(function, *arguments)
+
+    (expected,) = results(1, PLAIN)
+    too_far: list[tuple[int, int, Comparison]] = []
+    for count in counts:
+        for index, got in enumerate(results(count, strategy)):
+            comparison = compare(got, expected, tolerance=tolerance, floor=floor)
+            if not comparison.differences:
+                raise ParityError(f"{function.__qualname__} returns nothing to compare: return logs, weights, outputs")
+            if not comparison:
+                too_far.append((count, index, comparison))
+    if too_far:
+        raise ParityError(_table(function.__qualname__, too_far, tolerance))
+
+
+def _table(name: str, too_far: Sequence[tuple[int, int, Comparison]], tolerance: float) -> str:
+    lines = [
+        f"{name} gives other numbers on several workers than in one process",
+        f"{'workers':>7}  {'task':<9} {'array':<40} max|a-b|/max|b|, at most {tolerance:g}",
+    ]
+    for count, index, comparison in too_far:
+        lines += [f"{count:>7}  {f'worker {index}':<9} {line}" for line in str(comparison).splitlines()]
+    return "\n".join(lines)
