@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
@@ -32,6 +33,8 @@ from tfdist.errors import LoadError, SaveError, StrategyError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component
 
+logger = logging.getLogger(__name__)
+
 
 def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) -> str:
     """Returns `path`, where the chief has written the model; on every other task it only returns.
@@ -41,8 +44,8 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) ->
     Args:
         model: A Keras model.
         path: Ends with `.keras` (architecture, weights, optimizer), `.weights.h5` (weights and optimizer), `.h5`
-            (Keras' old format), or with no suffix for a SavedModel folder. May be remote where TensorFlow can write,
-            e.g. `gs://bucket/model.keras`.
+            (Keras' old format, from which the optimizer's state does not come back), or with no suffix for a SavedModel
+            folder. May be remote where TensorFlow can write, e.g. `gs://bucket/model.keras`.
         overwrite: Whether a file that is already there may be replaced.
 
     Raises:
@@ -136,6 +139,9 @@ def load(
             safe_mode=safe_mode,
         )
     _require_same(model, path)
+    if name.endswith(".h5") and getattr(model, "optimizer", None) is not None and process.is_chief():
+        # legacy_h5_format.load_model_from_hdf5 builds the optimizer for none of the layers' variables.
+        logger.warning("%s: Keras reads no optimizer's state from .h5 files, so it starts anew; save as .keras", path)
     return model
 
 
@@ -278,11 +284,13 @@ def _require_same(model: Any, path: str) -> None:
     arrays = values_of(variables)
     summary = [[v.path, digest([a])] for v, a in zip(variables, arrays, strict=True)]
     tasks, every = _of_every_task(summary, "values")
+    # Names of layers depend on how many others a task has made, so they are only for the message.
+    digests = [[value for _, value in theirs] for theirs in every]
+    others = [str(task) for task, theirs in zip(tasks, digests, strict=True) if theirs != digests[0]]
     for task, theirs in zip(tasks, every, strict=True):
-        if theirs == every[0]:
+        if str(task) not in others:
             continue
         name = next((a[0] for a, b in zip(theirs, every[0], strict=False) if a[1] != b[1]), "the number of variables")
-        others = [str(t) for t, values in zip(tasks, every, strict=True) if values != every[0]]
         raise LoadError(
             f"after {path} was loaded, {_some(others)} held other values than {tasks[0]} (on {task} {name} differs); "
             "loading must do the same on every task: look at custom objects, and at layers that draw random numbers"
