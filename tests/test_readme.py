@@ -20,6 +20,18 @@ TRAIN = (
 )
 TEST = "python3 -m venv .venv && .venv/bin/pip install '.[test]' && .venv/bin/pytest"
 DEADLINE_S = 120
+TRAINED = """
+import keras
+import numpy as np
+
+def train(strategy):
+    x = np.random.default_rng(0).normal(size=(100, 20)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((20,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    history = model.fit(x, x[:, :1], batch_size=50, epochs=2, shuffle=False, verbose=0)
+    return {**history.history, "weights": model.get_weights()}
+"""
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -76,6 +88,14 @@ def test_the_script_of_the_readme_runs(command, folder):
     done = shell(command, folder)
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in folder.iterdir()) == ["model.keras", "train.py"]
+
+
+def test_the_tests_of_the_readme_pass(tmp_path):
+    (tests,) = blocks(README, "py")
+    (tmp_path / "test_train.py").write_text(tests)
+    (tmp_path / "train.py").write_text(TRAINED)
+    done = shell("python -m pytest -q -p no:cacheprovider", tmp_path)
+    assert "2 passed" in done.stdout, done.stdout
 
 
 @pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])

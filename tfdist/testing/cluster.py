@@ -69,8 +69,8 @@ def local_cluster(
             the next has fresh ones.
         seed: With `strategy`, what `keras.utils.set_random_seed` is given before each function.
         timeout_s: How long each `run` may take, with the start of the processes.
-        env: Environment variables of the tasks, besides those of this process; {"CUDA_VISIBLE_DEVICES": ""} leaves the
-            GPUs alone.
+        env: Environment variables of the tasks, besides those that this process has when they start;
+            {"CUDA_VISIBLE_DEVICES": ""} leaves the GPUs alone.
 
     Raises:
         LaunchError: There can be no such cluster.
