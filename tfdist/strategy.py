@@ -280,7 +280,7 @@ def _create_synchronous(
         group.size,
         ", ".join(f"{task} {config.cluster.address(task)}" for task in group.tasks[:8])
         + (" ..." if group.size > 8 else ""),
-        type(strategy).__name__,
+        "SynchronousStrategy" if kind == "synchronous" else "MultiWorkerMirroredStrategy",
         devices.WAYS[way],
     )
     return strategy

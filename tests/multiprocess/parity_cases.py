@@ -726,6 +726,105 @@ def two_optimizers(run: Run) -> dict:
     return fitted(model, x, y, batch_size=13)
 
 
+class GuideStep(keras.Model):
+    """The train_step of Keras' own guide: it logs every metric under its name, the compiled ones as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = dense()
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        return self.dense(x)
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+@case
+def train_step_of_the_guide(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = GuideStep()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    history = model.fit(x, y, batch_size=13, epochs=2, verbose=0, shuffle=False)
+    logs = {f"log {name}": np.array([_numbers(v) for v in values]) for name, values in history.history.items()}
+    return {**logs, **{f"weight {i}": w for i, w in enumerate(model.get_weights())}}
+
+
+def _numbers(value: Any) -> list[float]:
+    return [float(v) for v in keras.tree.flatten(value)]
+
+
+class OwnLogs(GuideStep):
+    """Logs numbers of its own, one of them under the name of a metric that it never updates."""
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "twice": 2 * loss}
+
+
+@case
+def train_step_with_logs_of_its_own(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = OwnLogs()
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, x, y, batch_size=13)
+
+
+class Counting(GuideStep):
+    """Counts its steps in a variable that it updates inside tf.cond."""
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(name="count", initializer="zeros", trainable=False)
+
+    def train_step(self, data: Any) -> dict:
+        tf.cond(self.optimizer.iterations >= 0, lambda: self.count.assign_add(1.0), lambda: self.count.assign(0.0))
+        return super().train_step(data)
+
+
+@case
+def variable_updated_inside_a_cond(run: Run) -> dict:
+    x, y = regression(40)
+    with run.scope():
+        model = Counting()
+        model.build((None, 6))
+        model.compile("adam", "mse", jit_compile=False)
+    model.fit(x, y, batch_size=13, epochs=2, verbose=0, shuffle=False)
+    return {f"weight {i}": w for i, w in enumerate(model.get_weights())}
+
+
+@case
+def unknown_length_and_several_steps_per_execution(run: Run) -> dict:
+    """9 rows in batches of 2 are 5 steps, which 3 does not divide: none may be lost in later epochs."""
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False, steps_per_execution=1 if run.is_plain else 3)
+    data = tf.data.Dataset.from_tensor_slices(regression(9)).batch(2).filter(lambda *_: True)
+    if run.is_plain:
+        result = fitted(model, data.repeat(), steps_per_epoch=5, epochs=3)
+    else:
+        result = fitted(model, data, epochs=3)
+    result["iterations"] = np.array(model.optimizer.iterations)
+    del result["batch logs"]  # one per execution
+    return result
+
+
 # -- state
 
 

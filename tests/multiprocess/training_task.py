@@ -177,6 +177,126 @@ def unknown_kind_of_input(task: Task) -> Any:
     task.model().fit({1, 2, 3}, verbose=0)
 
 
+@check
+def other_rows_of_arrays(task: Task) -> Any:
+    part = slice(0, 20) if task.index == 0 else slice(20, 40)
+    task.model().fit(X[part], Y[part], verbose=0)
+
+
+@check
+def learning_rate_changed_on_the_chief_alone(task: Task) -> Any:
+    model = task.model()
+
+    def change(epoch: int, logs: Any) -> None:
+        if tfdist.is_chief():
+            model.optimizer.learning_rate = 0.5
+
+    model.fit(X, Y, epochs=3, verbose=0, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=change)])
+
+
+@check
+def updates_past_the_optimizer(task: Task) -> Any:
+    with task.strategy.scope():
+        inner = dense()
+
+    class ByHand(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+        def train_step(self, data: Any) -> dict:
+            x, y = data
+            variables = self.inner.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x) - y) ** 2)
+            for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+                variable.assign_sub(0.1 * gradient)
+            return {"loss": loss}
+
+    with task.strategy.scope():
+        model = ByHand()
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(X, Y, verbose=0)
+
+
+@check
+def loss_of_a_whole_batch(task: Task) -> Any:
+    with task.strategy.scope():
+        model = dense()
+        model.compile("sgd", keras.losses.Dice(), jit_compile=False)
+    model.fit(X, Y, verbose=0)
+
+
+@check
+def loss_without_reduction(task: Task) -> Any:
+    with task.strategy.scope():
+        model = dense()
+        model.compile("sgd", keras.losses.MeanSquaredError(reduction=None), jit_compile=False)
+    model.fit(X, Y, verbose=0)
+
+
+@check
+def stateful_rnn(task: Task) -> Any:
+    with task.strategy.scope():
+        inputs = keras.Input(batch_shape=(4, 3, 2))
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LSTM(3, stateful=True)(inputs)))
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+
+@check
+def synchronized_batch_norm_behind_a_mask(task: Task) -> Any:
+    with task.strategy.scope():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        layers = [keras.Input((3, 2)), keras.layers.Masking(), norm, keras.layers.Dense(1)]
+        model = keras.Sequential(layers)
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(np.ones((8, 3, 2)), np.ones((8, 3, 1)), batch_size=4, verbose=0)
+
+
+@check
+def part_of_a_batch_that_is_not_per_row(task: Task) -> Any:
+    constant = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: ({"x": x, "c": x[:1]}, y))
+    with task.strategy.scope():
+        inputs = {"x": keras.Input((6,)), "c": keras.Input((6,))}
+        model = keras.Model(inputs, keras.layers.Dense(1)(inputs["x"] + inputs["c"]))
+        model.compile("sgd", "mse", jit_compile=False)
+    try:
+        model.fit(constant, verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        raise ValueError("one entry per row" if "one entry per row" in str(error) else str(error)) from None
+
+
+@check
+def prediction_that_is_not_per_row(task: Task) -> Any:
+    with task.strategy.scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Lambda(lambda x: keras.ops.sum(x, axis=0, keepdims=True))(inputs))
+    model.predict(X[:9], verbose=0)
+
+
+@check
+def predicted_strings(task: Task) -> Any:
+    with task.strategy.scope():
+        inputs = keras.Input((6,))
+        as_text = keras.layers.Lambda(lambda x: tf.strings.as_string(tf.round(x[:, :1])), output_shape=(1,))
+        model = keras.Model(inputs, as_text(inputs))
+    numbers = np.tile(np.arange(9.0)[:, None], (1, 6))
+    return [v.decode() for v in np.ravel(model.predict(numbers, verbose=0))]
+
+
+@check
+def naive_save_by_all_tasks(task: Task) -> Any:
+    model = task.model()
+    path = task.out / "naive.keras"
+    model.save(path)
+    tfdist.barrier("saved by model.save")
+    return [zipfile.ZipFile(path).testzip(), sorted(p.name for p in task.out.glob("naive*"))]
+
+
 class Largest(keras.metrics.Metric):
     """A maximum: no sum of the tasks' states."""
 

@@ -42,6 +42,7 @@ def _name(module: str, path: str, why: str) -> Name:
 
 # What our loop calls.
 TRAINER = _name("backend.tensorflow.trainer", "TensorFlowTrainer", "fit, evaluate and predict of every Keras model")
+MODEL = _name("models.model", "Model", "save, save_weights and export write on the chief alone")
 CALLBACK_LIST = _name("callbacks.callback_list", "CallbackList", "Keras' own dispatch of callbacks")
 GET_ADAPTER = _name("trainers.data_adapters", "get_data_adapter", "reads x, y, sample_weight as Keras does")
 ARRAY_ADAPTER = _name("trainers.data_adapters.array_data_adapter", "ArrayDataAdapter", "tells arrays from datasets")
@@ -95,8 +96,23 @@ REDUCE_VALUES = _name("losses.loss", "reduce_values", "losses that are no mean o
 APPLY_MASK = _name("losses.loss", "apply_mask", "a masked mean divides by the valid values of all tasks")
 MEAN_UPDATE = _name("metrics.reduction_metrics", "Mean.update_state", "a scalar per batch weighs by the task's share")
 SEED_NEXT = _name("random.seed_generator", "SeedGenerator.next", "each task draws its own numbers")
+BATCH_NORM_MOMENTS = _name(
+    "layers.normalization.batch_normalization",
+    "BatchNormalization._moments",
+    "synchronized=True behind a mask is not synchronized",
+)
 MOMENTS_SYNC = _name("backend.tensorflow.nn", "_compute_moments_sync", "synchronized batch statistics")
-OVERRIDDEN = (*OPTIMIZER_APPLY, CLIP, CHECK_FINITE, REDUCE_VALUES, APPLY_MASK, MEAN_UPDATE, SEED_NEXT, MOMENTS_SYNC)
+OVERRIDDEN = (
+    *OPTIMIZER_APPLY,
+    CLIP,
+    CHECK_FINITE,
+    REDUCE_VALUES,
+    APPLY_MASK,
+    MEAN_UPDATE,
+    SEED_NEXT,
+    BATCH_NORM_MOMENTS,
+    MOMENTS_SYNC,
+)
 
 CALLED = tuple(value for value in list(globals().values()) if isinstance(value, Name) and value not in OVERRIDDEN)
 ALL = (*CALLED, *MODEL_NAMES, *OVERRIDDEN)
@@ -105,6 +121,11 @@ ALL = (*CALLED, *MODEL_NAMES, *OVERRIDDEN)
 def trainer_method(method: str) -> Name:
     """Returns the public method of the class that every Keras model derives from."""
     return Name(TRAINER.module, f"{TRAINER.path}.{method}", TRAINER.why)
+
+
+def model_method(method: str) -> Name:
+    """Returns a public method of the class that every Keras model derives from."""
+    return Name(MODEL.module, f"{MODEL.path}.{method}", MODEL.why)
 
 
 def missing() -> list[Name]:
@@ -154,6 +175,12 @@ def assign_native(variable: Any, value: Any) -> None:
 def strategy_of(model: Any) -> Any:
     """Returns the tf.distribute strategy in whose scope the model was made, or None."""
     return getattr(model, "_distribute_strategy", None)
+
+
+def accumulators(optimizer: Any) -> list[Any]:
+    """Returns the variables in which an optimizer adds up gradients: each task's are its own until they are summed."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return [v for v in getattr(inner, "_accumulated_gradients", []) if v is not None]
 
 
 def initial_epoch(model: Any) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -54,12 +55,9 @@ class Agreement:
         variables = list(model.variables)
         if optimizer and model.optimizer is not None:
             variables += list(model.optimizer.variables)
-        arrays = [np.asarray(local_component(internals.native(v)).numpy()) for v in variables]
+        arrays = _values(variables)
         shapes = [(v.path, list(a.shape), str(a.dtype)) for v, a in zip(variables, arrays, strict=True)]
-        checksum = 0
-        for array in arrays:
-            checksum = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data, checksum)
-        mine = json.dumps([len(shapes), zlib.crc32(json.dumps([s[1:] for s in shapes]).encode()), checksum])
+        mine = json.dumps([len(shapes), zlib.crc32(json.dumps([s[1:] for s in shapes]).encode()), _checksum(arrays)])
         every = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode(), tag="variables")]
         for task, theirs in zip(self.group.tasks, every, strict=True):
             if theirs[:2] != every[0][:2]:
@@ -87,6 +85,32 @@ class Agreement:
         if self.group is None:
             return number
         return int(self.group.broadcast([np.array(number, np.int64)], root=0, tag=tag)[0])
+
+    def check_variables(self, variables: Sequence[Any], epoch: int) -> None:
+        """Raises where tasks hold different values after an epoch: something changed them on one task alone.
+
+        Raises:
+            MismatchError: The message names the first variable that differs, and the tasks.
+        """
+        if self.group is None:
+            return
+        mine = [_checksum([array]) for array in _values(variables)]
+        total = np.array(zlib.crc32(json.dumps(mine).encode()), np.int64)
+        every = [int(value) for value in self.group.all_gather(total, tag="variables after an epoch")]
+        if len(set(every)) == 1:
+            return
+        lists = [json.loads(t) for t in self.group.all_gather_bytes(json.dumps(mine).encode(), tag="which variables")]
+        different = [
+            variable.path
+            for number, variable in enumerate(variables)
+            if any(theirs[number : number + 1] != mine[number : number + 1] for theirs in lists)
+        ]
+        apart = [str(task) for task, theirs in zip(self.group.tasks, lists, strict=True) if theirs != lists[0]]
+        raise MismatchError(
+            f"after epoch {epoch + 1} {' and '.join(apart)} hold other values than {self.group.tasks[0]} of "
+            f"{', '.join(different[:3])}{' ...' if len(different) > 3 else ''}: a callback changed them on some tasks "
+            "only, or the step updates them from its own rows without optimizer.apply_gradients"
+        )
 
     def rows_of_step(self, rows: int | None, step: int, *, own: bool) -> int | None:
         """Returns the rows of a step over all tasks, or None where all tasks' data has ended.
@@ -126,3 +150,15 @@ class Agreement:
                 "read the same global batches, of which it takes its rows: give shuffle() a seed, don't shard the "
                 "dataset"
             )
+
+
+def _values(variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+    """This task's own values."""
+    return [np.asarray(local_component(internals.native(v)).numpy()) for v in variables]
+
+
+def _checksum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
+    checksum = 0
+    for array in arrays:
+        checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, checksum)
+    return checksum

@@ -6,6 +6,7 @@ neither saving nor cloning nor class names.
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from tfdist.errors import StrategyError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.trainer import hooks, loop
 from tfdist.trainer.synchronous import SynchronousEngine
+
+logger = logging.getLogger(__name__)
 
 _engines: weakref.WeakKeyDictionary[Any, SynchronousEngine | str] = weakref.WeakKeyDictionary()
 _installed = False
@@ -73,6 +76,24 @@ def _install() -> None:
         internals.override(internals.trainer_method(method), _send_to_loop(method))
     for method in ("train_on_batch", "test_on_batch", "predict_on_batch"):
         internals.override(internals.trainer_method(method), _send_to_loop(method, several_only=True))
+    for method in ("save", "save_weights", "export"):
+        internals.override(internals.model_method(method), _leave_to_chief(method))
+
+
+def _leave_to_chief(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        def dispatched(self: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+            strategy = internals.strategy_of(self)
+            engine = None if strategy is None else _engines.get(strategy)
+            if isinstance(engine, SynchronousEngine) and not engine.is_chief:
+                # All tasks writing one file leave a broken one.
+                logger.info("model.%s(%r) is left to the chief", method, str(filepath))
+                return None
+            return original(self, filepath, *args, **kwargs)
+
+        return dispatched
+
+    return make
 
 
 def _send_to_loop(method: str, *, several_only: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.trainer.step import active, build_in_scope
 
@@ -29,6 +30,7 @@ def install(is_ours: Callable[[Any], bool]) -> None:
     internals.override(internals.APPLY_MASK, _apply_mask)
     internals.override(internals.MEAN_UPDATE, _mean_update)
     internals.override(internals.SEED_NEXT, _next_seed)
+    internals.override(internals.BATCH_NORM_MOMENTS, _batch_norm_moments)
     internals.override(internals.MOMENTS_SYNC, _moments)
 
 
@@ -98,6 +100,18 @@ def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
         return seed if step is None else step.own_seed(seed)
 
     return next_seed
+
+
+def _batch_norm_moments(original: Callable[..., Any]) -> Callable[..., Any]:
+    def moments(self: Any, inputs: Any, mask: Any) -> Any:
+        if active() is not None and mask is not None and self.synchronized:
+            raise UnsupportedError(
+                f"{self.name}: BatchNormalization(synchronized=True) behind a mask is not synchronized in Keras; use "
+                "synchronized=False, or no mask before it"
+            )
+        return original(self, inputs, mask)
+
+    return moments
 
 
 def _moments(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -129,7 +129,6 @@ class Input:
         """What must be the same on every task."""
         own = self.source.split == "own"
         return {
-            **{f"{prefix}{name}": value for name, value in self.source.fingerprint.items()},
             f"{prefix}steps": self._wanted_steps if own else self.steps,
             f"{prefix}batch size": self.source.global_batch_size,
             f"{prefix}number of rows": self.source.rows,
@@ -138,6 +137,7 @@ class Input:
                 for spec in tf.nest.flatten(self.source.element_spec)
                 if getattr(spec, "dtype", None) is not None and spec.shape.rank
             ],
+            **{f"{prefix}{name}": value for name, value in self.source.fingerprint.items()},
         }
 
     def peek(self) -> Any:

@@ -116,6 +116,7 @@ def fit(
                 epoch_logs.update({f"val_{name}": number for name, number in value.items()})
             callbacks.on_epoch_end(epoch, epoch_logs)
             training_logs = epoch_logs
+            engine.agreement.check_variables(engine.shared_variables(model), epoch)
             model.stop_training = engine.agreement.any(model.stop_training, "stop_training")
             if model.stop_training:
                 break
@@ -300,8 +301,9 @@ def _run_epoch(
         for step, count, iterator in data.epoch(epoch, model.steps_per_execution):
             begin(step)
             try:
-                if data.needs_agreement:
-                    logs, checksum = _execute_in_agreement(engine, function, data, iterator, step, count)
+                done = count
+                if data.needs_agreement or (data.steps is None and count > 1):
+                    logs, checksum, done = _execute_one_by_one(engine, function, data, iterator, step, count)
                 else:
                     logs, checksum = function(iterator, count)
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -314,27 +316,34 @@ def _run_epoch(
             watchdog.pat()
             if engine.agreement.any(stopped(), "stop"):
                 break
+            if done < count:
+                data.ran_out(step + done)
+                break
     return logs
 
 
-def _execute_in_agreement(
+def _execute_one_by_one(
     engine: SynchronousEngine,
     function: Steps,
     data: Input,
     iterator: Any,
     step: int,
     count: int,
-) -> tuple[dict[str, Any], Any]:
-    """Runs up to `count` steps, each after the tasks have told each other whether they have rows for it."""
-    result = None
-    for number in range(step, step + count):
-        element = engine.next_element(data, iterator, number)
+) -> tuple[dict[str, Any], Any, int]:
+    """Runs up to `count` steps, each after the tasks have told each other whether they have rows for it.
+
+    Returns the logs and checksum of the last one, and how many there were.
+    """
+    result, done = None, 0
+    while done < count:
+        element = engine.next_element(data, iterator, step + done)
         if element is None:
             break
         result = function.on_element(element)
+        done += 1
     if result is None:
         raise StopIteration
-    return result
+    return *result, done
 
 
 def _callback_list(

@@ -75,6 +75,8 @@ class ThroughGroup:
 
         sums = tf.numpy_function(self._calling(on_host), tensors, [t.dtype for t in tensors])
         sums = list(sums) if isinstance(sums, (list, tuple)) else [sums]
+        if len(sums) != len(tensors) and self.failure is not None:  # run eagerly, and quiet
+            raise self.failure
         for total, tensor in zip(sums, tensors, strict=True):
             total.set_shape(tensor.shape)
         return sums

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import are_unique, local_component
 from tfdist.trainer.reduction import Reduction
@@ -56,21 +57,43 @@ def build_in_scope(optimizer: Any, variables: Any) -> None:
 
 
 class CaptureScope(keras.StatelessScope):
-    """Updates of the captured variables stay in tensors; every other variable behaves as usual."""
+    """Updates of the captured variables stay in tensors; every other variable behaves as usual.
+
+    Attributes:
+        let_go: ids of captured variables that were updated inside a `tf.cond` or `tf.while_loop`, whose tensors don't
+            leave it: such an update goes to the variable itself.
+    """
 
     def __init__(self, captured: Sequence[tuple[Any, tf.Tensor]]) -> None:
         super().__init__(state_mapping=captured, collect_losses=True, initialize_variables=False)
-        self._captured = {id(variable) for variable, _ in captured}
+        self._captured = {id(variable): self.state_mapping[id(variable)] for variable, _ in captured}
+        self._graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self.let_go: set[int] = set()
 
     def get_current_value(self, variable: Any) -> Any:
         value = self.state_mapping.get(id(variable))
-        return internals.native(variable) if value is None else value
+        if value is not None:
+            return value
+        native = internals.native(variable)
+        return local_component(native) if id(variable) in self.let_go else native
 
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
-        if id(variable) in self._captured:
+        key = id(variable)
+        is_inside = self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph
+        if key in self._captured and is_inside and key not in self.let_go:
+            if self.state_mapping[key] is not self._captured[key]:
+                raise UnsupportedError(
+                    f"the step updates {variable.path} before and inside a tf.cond or tf.while_loop; update it in one "
+                    "place"
+                )
+            self.let_go.add(key)
+            del self.state_mapping[key]
+        if key in self.let_go:
+            local_component(internals.native(variable)).assign(tf.cast(value, variable.dtype))
+        elif key in self._captured:
             # Some updates lose their static shape, which the next scope wants to see.
-            self.state_mapping[id(variable)] = tf.ensure_shape(tf.cast(value, variable.dtype), variable.shape)
+            self.state_mapping[key] = tf.ensure_shape(tf.cast(value, variable.dtype), variable.shape)
         else:
             internals.assign_native(variable, value)
 
@@ -169,9 +192,10 @@ class Step:
             if self._moving:  # the step applied no gradients (or accumulates them): the statistics travel alone
                 self._merge_gradients([])
             for variable in moving:
-                internals.assign_native(variable, self._scope.get_current_value(variable))
+                if id(variable) not in self._scope.let_go:
+                    internals.assign_native(variable, self._scope.get_current_value(variable))
             after = [
-                tf.where(self.live, self._scope.get_current_value(v), old)
+                tf.where(self.live, tf.convert_to_tensor(self._scope.get_current_value(v)), old)
                 for v, old in zip(metrics, before, strict=True)
             ]
             for native, value in zip(natives, after, strict=True):
@@ -192,8 +216,9 @@ class Step:
                 # Rows that one process would bring once must not come once per task: optimizers tell the difference.
                 merged[i] = _summed(gathered) if are_unique(gradient.indices) else gathered
         dense = [i for i, g in enumerate(merged) if g is not None and not isinstance(g, tf.IndexedSlices)]
-        moving, self._moving = self._moving, []
         assert self._scope is not None
+        moving = [(variable, old) for variable, old in self._moving if id(variable) not in self._scope.let_go]
+        self._moving = []
         changes = [self._scope.get_current_value(v) - old for v, old in moving]
         parts = [self.weigh(merged[i]) for i in dense] + [self.weigh(change) for change in changes]
         if not parts:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist import process
 from tfdist.cluster import Task
 from tfdist.collectives import Group
-from tfdist.errors import UnsupportedError
+from tfdist.errors import MismatchError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
 from tfdist.trainer.agreement import Agreement
@@ -29,11 +29,17 @@ from tfdist.trainer.function import StepFunction, Steps
 from tfdist.trainer.inputs import Input
 from tfdist.trainer.metrics import not_additive
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
+from tfdist.trainer.refusals import refuse
 from tfdist.trainer.sources import slice_batch, stand_in
 from tfdist.trainer.step import CaptureScope, Step
 from tfdist.trainer.xla import UntilNotCompilable, can_split, split_step
 
 logger = logging.getLogger(__name__)
+
+HINT = (
+    "Call fit, evaluate, predict and get_metrics_result on every task, not on the chief alone, also in callbacks; "
+    "and give every task data of the same length"
+)
 
 
 class SynchronousEngine:
@@ -84,8 +90,10 @@ class SynchronousEngine:
         except tf.errors.OpError as error:
             for reduction in through_group:
                 if reduction.failure is not None:
-                    raise reduction.failure from None
+                    raise _with_hint(reduction.failure) from None
             raise error
+        except MismatchError as error:
+            raise _with_hint(error) from None
         finally:
             for reduction in through_group:
                 reduction.is_quiet = False
@@ -103,6 +111,14 @@ class SynchronousEngine:
             "shapes of variables (checksum)": zlib.crc32(shapes.encode()),
             "number of trainable variables": len(model.trainable_variables),
         }
+
+    def shared_variables(self, model: Any) -> list[Any]:
+        """The variables that are the same on every task between two steps."""
+        optimizer = model.optimizer
+        kept = [] if optimizer is None else internals.accumulators(optimizer)
+        apart = {id(variable) for variable in kept}
+        every = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
+        return [variable for variable in every if id(variable) not in apart]
 
     def progress(self, step: int) -> None:
         """Notes that a step has ended, for messages and the launcher."""
@@ -186,7 +202,14 @@ class SynchronousEngine:
             if optimizer is not None and not optimizer.built:
                 for part in {id(o): o for o in (optimizer, getattr(optimizer, "inner_optimizer", optimizer))}.values():
                     internals.set_optimizer_strategy(part, self.strategy)  # compiled outside the scope
-            internals.symbolic_build(model, batch)
+            try:
+                internals.symbolic_build(model, batch)
+            except RuntimeError:
+                # A model without call(), such as a GAN, has nothing to build from: its step knows its parts.
+                if internals.has_stock_train_step(model):
+                    raise
+        if self.size > 1:
+            refuse(model)
 
     def check_metrics(self, model: Any, data: Input) -> None:
         """Refuses metrics whose states can't be summed over tasks; tried once for each compile.
@@ -302,8 +325,8 @@ class SynchronousEngine:
             sums = self._host.sum(states, "epoch logs") if states else []
             with CaptureScope(list(zip(variables, sums, strict=True))):
                 result = model.get_metrics_result()
-        if set(result) != set(logs):  # a custom step's own logs, as in Keras
-            result = {key: result.get(key, value) for key, value in logs.items()}
+        if set(result) != set(logs):  # a custom step's own logs, as in Keras: those of its last step
+            result = logs
         return internals.PYTHONIFY.find()(result)
 
     # -- predictions
@@ -331,29 +354,100 @@ class SynchronousEngine:
                         "predict: a ragged output can not be gathered from the tasks; return output.to_tensor()"
                     )
                 return output
-            array = keras.ops.convert_to_numpy(output)
+            array = np.asarray(keras.ops.convert_to_numpy(output))
             if self.group is None:
                 return array
+            if array.ndim == 0 or len(array) != max(rows, 1):
+                raise UnsupportedError(
+                    f"predict: an output of shape {array.shape} for {max(rows, 1)} rows is not one result per row, so "
+                    "the tasks' parts can't be put together; return one per row"
+                )
+            if array.dtype == object:
+                return self._whole_strings(array[:rows])
             return np.concatenate(self.group.all_gather(array[:rows], tag="predictions"))
 
         return keras.tree.map_structure(gather, outputs)
+
+    def _whole_strings(self, mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Bytes of any length, in order; the group itself carries numbers."""
+        assert self.group is not None
+        text = json.dumps([[item.decode("latin-1") for item in mine.reshape(-1)], list(mine.shape[1:])])
+        every = [json.loads(part) for part in self.group.all_gather_bytes(text.encode(), tag="predicted strings")]
+        items = [item.encode("latin-1") for part, _ in every for item in part]
+        return np.array(items, dtype=object).reshape(-1, *mine.shape[1:])
+
+
+def _with_hint(error: Exception) -> Exception:
+    """Says what a user most likely did where tasks were found in different calls."""
+    if not isinstance(error, MismatchError) or " called " not in str(error) or HINT in str(error):
+        return error
+    return MismatchError(f"{error}. {HINT}")
 
 
 def _global_logs(
     step: Step, model: Any, metrics: Sequence[Any], states: Sequence[tf.Tensor], logs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Logs of the whole batch: metric states are sums; any other number is the mean weighted by rows."""
+    """Logs of the whole batch: metric states are sums; any other number is the mean weighted by rows.
+
+    A step of the user's own may log a number of its own under a metric's name ("loss"), so what is no metric's value
+    on some task counts as a number.
+    """
     with CaptureScope(list(zip(metrics, states, strict=True))):
-        extra = sorted(set(logs) - set(model.get_metrics_result()))
-    values = [tf.convert_to_tensor(leaf) for key in extra for leaf in tf.nest.flatten(logs[key])]
-    values = [value if value.dtype.is_floating else tf.cast(value, tf.float32) for value in values]
-    weighted = [value * step.share(value.dtype) for value in values]
-    sums = step.sum_on_host([*states, *weighted], "logs")
-    with CaptureScope(list(zip(metrics, sums, strict=False))):
-        result = model.get_metrics_result()
-    merged = tf.nest.pack_sequence_as([logs[key] for key in extra], sums[len(states) :])
-    result.update(zip(extra, merged, strict=True))
-    return {key: result[key] for key in logs}
+        local = _results_by_name(model)
+    keys = sorted(logs)
+    flat = {key: [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs[key])] for key in keys}
+    named = [key for key in keys if key in local and _same_structure(local[key], logs[key])]
+    sure = set(logs) == set(_metric_results(model, metrics, states))
+    questions = [] if sure else [_all_equal(flat[key], tf.nest.flatten(local[key])) | ~step.live for key in named]
+    numbers = [leaf for key in keys if key not in named or not sure for leaf in flat[key]]
+    weighted = [leaf * step.share(leaf.dtype) for leaf in map(_floating, numbers)]
+    answers = [tf.cast(question, tf.float32) for question in questions]
+    sums = iter(step.sum_on_host([*states, *answers, *weighted], "logs"))
+    with CaptureScope([(variable, next(sums)) for variable in metrics]):
+        whole = _results_by_name(model)
+    is_metric = {key: next(sums) == step.size for key, _ in zip(named, questions, strict=False)}
+    result: dict[str, Any] = {}
+    for key in keys:
+        if key in named and sure:
+            result[key] = whole[key]
+            continue
+        means = [next(sums) for _ in flat[key]]
+        if key in named:
+            merged = tf.nest.flatten(whole[key])
+            means = [tf.where(is_metric[key], tf.cast(m, n.dtype), n) for m, n in zip(merged, means, strict=True)]
+        result[key] = tf.nest.pack_sequence_as(logs[key], means)
+    return result
+
+
+def _metric_results(model: Any, metrics: Sequence[Any], states: Sequence[tf.Tensor]) -> dict[str, Any]:
+    with CaptureScope(list(zip(metrics, states, strict=True))):
+        return model.get_metrics_result()
+
+
+def _results_by_name(model: Any) -> dict[str, Any]:
+    """Results as Keras' own step logs them, and under each metric's name as its guides do."""
+    return {**{metric.name: metric.result() for metric in model.metrics}, **model.get_metrics_result()}
+
+
+def _same_structure(one: Any, other: Any) -> bool:
+    try:
+        tf.nest.assert_same_structure(one, other)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _all_equal(values: Sequence[tf.Tensor], others: Sequence[Any]) -> tf.Tensor:
+    equal = tf.constant(True)
+    for value, other in zip(values, others, strict=True):
+        other = tf.cast(other, value.dtype)
+        both = (value == other) | ((value != value) & (other != other))  # NaN is NaN's equal here
+        equal &= tf.reduce_all(both)
+    return equal
+
+
+def _floating(value: tf.Tensor) -> tf.Tensor:
+    return value if value.dtype.is_floating else tf.cast(value, tf.float32)
 
 
 @contextmanager
