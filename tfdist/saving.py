@@ -39,7 +39,9 @@ logger = logging.getLogger(__name__)
 def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) -> str:
     """Returns `path`, where the chief has written the model; on every other task it only returns.
 
-    What stood at `path` stays whole until the new file is complete, and survives a failure or a kill in between.
+    What stood at `path` stays whole until the new file is complete, and survives a failure or a kill in between. (A
+    SavedModel folder is swapped at once on Linux. Elsewhere a kill between two renames leaves the old one beside, as
+    `.name.tfdist-old`, and the next save puts it back.)
 
     Args:
         model: A Keras model.
