@@ -7,6 +7,7 @@ ordinary Keras code; only the scope is entered, which is no strategy at all in t
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -445,6 +446,29 @@ def pipeline_of_arrays(run: Run) -> dict:
     training = data.from_arrays((x, y), 12, shuffle=True, seed=5)
     validation = data.from_arrays(regression(9, 1), 4)
     return fitted(model, training, validation_data=validation, predict=data.from_arrays(x[:7], 5))
+
+
+@case
+def pipeline_of_files(run: Run) -> dict:
+    """Three CSV files of unequal sizes, fewer than some clusters have tasks; in file order that is rows in order."""
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    if run.is_plain:
+        return fitted(model, x, y, batch_size=12)
+    from tfdist.data import from_files
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, rows in (("a", slice(0, 3)), ("b", slice(3, 36)), ("c", slice(36, 40))):
+            np.savetxt(f"{folder}/{name}.csv", np.concatenate([x[rows], y[rows]], 1), delimiter=",", fmt="%.9e")
+
+        def parse(line: Any) -> Any:
+            numbers = tf.io.decode_csv(line, [0.0] * 7)
+            return tf.stack(numbers[:6]), tf.stack(numbers[6:])
+
+        files = from_files(f"{folder}/*.csv", tf.data.TextLineDataset, parse, global_batch_size=12)
+        return fitted(model, files)
 
 
 @case

@@ -86,7 +86,7 @@ def fit(
         )
         engine.prepare(model, data.source.element_spec, training=True)
         engine.warn(model)
-        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=epochs, steps=data.steps, history=True)
+        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=epochs, data=data, history=True)
         model.stop_training = False
         callbacks.on_train_begin()
         # After on_train_begin, where BackupAndRestore loads: on the chief only.
@@ -150,7 +150,7 @@ def evaluate(
         engine.prepare(model, data.source.element_spec, training=False)
         engine.agreement.share_variables(model, optimizer=False)
         engine.check_metrics(model, data)
-        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
+        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         logs = _evaluate(engine, model, data, callbacks)
     return logs if return_dict else internals.metrics_in_order(model, logs)
 
@@ -190,7 +190,7 @@ def predict(
         if not model.built:
             engine.build_by_calling(model, data)
         engine.agreement.share_variables(model, optimizer=False)
-        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, steps=data.steps)
+        callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         model.stop_predicting = False
         callbacks.on_predict_begin()
         batches: list[Any] = []
@@ -311,8 +311,8 @@ def _run_epoch(
                 break
             if step == 0 and data.source.split == "sliced":
                 engine.agreement.check_same_batch(int(checksum))
-            end(step + model.steps_per_execution - 1, logs)
-            engine.progress(step + count)
+            end(step + done - 1, logs)
+            engine.progress(step + done)
             watchdog.pat()
             if engine.agreement.any(stopped(), "stop"):
                 break
@@ -353,7 +353,7 @@ def _callback_list(
     verbose: Any,
     *,
     epochs: int,
-    steps: Any,
+    data: Input,
     history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
@@ -364,7 +364,8 @@ def _callback_list(
         add_progbar=verbose != 0 and engine.is_chief,
         verbose=verbose,
         epochs=epochs,
-        steps=steps,
+        steps=data.steps,
+        batch_size=data.source.global_batch_size,
         model=model,
     )
 
