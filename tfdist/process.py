@@ -385,6 +385,37 @@ def _leave_process(code: int) -> NoReturn:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Words to the user
+
+
+def show_decisions(environ: Mapping[str, str] | None = None) -> None:
+    """Sends what tfdist decides to the chief's stderr, and every task's warnings to its own; once in a process.
+
+    A script that configures logging itself has the say: its handlers and its level for "tfdist" are used instead.
+    """
+    import logging
+
+    logger = logging.getLogger("tfdist")
+    if logger.handlers or logging.getLogger().handlers:
+        return
+
+    class Handler(logging.StreamHandler):  # type: ignore[type-arg]
+        def emit(self, record: logging.LogRecord) -> None:
+            if not logging.getLogger().handlers:  # else the script's own show it
+                super().emit(record)
+
+    handler = Handler()
+    handler.setFormatter(logging.Formatter("tfdist: %(message)s"))
+    logger.addHandler(handler)
+    if logger.level == logging.NOTSET:
+        shown = logging.WARNING
+        # A broken TF_CONFIG is told by the call that needs it.
+        with contextlib.suppress(TfdistError):
+            shown = logging.INFO if is_chief(environ) else logging.WARNING
+        logger.setLevel(shown)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The wrapper: python -m tfdist.process [-m] script args...
 
 
@@ -397,7 +428,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     if os.environ.get("TFDIST_RUN_DIR") and not _control.connect():
         # The launcher died before the parent-death signal was armed.
         os._exit(128 + signal.SIGTERM)
-    _configure_logging()
+    show_decisions()
     try:
         code = script.run(argv)
         global _exit_code
@@ -414,29 +445,6 @@ def main(argv: Sequence[str]) -> NoReturn:
         hook = sys.excepthook
         fail(error, print_with=None if getattr(hook, "__module__", "") == __name__ else hook)
     _leave_process(code)
-
-
-def _configure_logging() -> None:
-    """Sends what tfdist decides to the chief's stderr, and every task's warnings to its own.
-
-    A script that configures logging itself has the say: its handlers and its level for "tfdist" are used instead.
-    """
-    import logging
-
-    class Handler(logging.StreamHandler):  # type: ignore[type-arg]
-        def emit(self, record: logging.LogRecord) -> None:
-            if not logging.getLogger().handlers:  # else the script's own show it
-                super().emit(record)
-
-    handler = Handler()
-    handler.setFormatter(logging.Formatter("tfdist: %(message)s"))
-    shown = logging.WARNING
-    # A broken TF_CONFIG is told by the call that needs it.
-    with contextlib.suppress(TfdistError):
-        shown = logging.INFO if is_chief() else logging.WARNING
-    logger = logging.getLogger("tfdist")
-    logger.addHandler(handler)
-    logger.setLevel(shown)
 
 
 def _die_of_interrupt(error: KeyboardInterrupt) -> None:

@@ -83,6 +83,7 @@ def create_strategy(
     """
     process.install_exit_hooks()
     environ = os.environ if environ is None else environ
+    process.show_decisions(environ)  # the launcher's tasks do so before the script
     info = process.LaunchInfo.read(environ)
     start_timeout_s = start_timeout_s or info.start_timeout_s or START_TIMEOUT_S
     process.report("phase", phase="strategy", start_timeout_s=start_timeout_s)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import signal
 import socket
@@ -129,6 +131,65 @@ def chained(error, cause):
 )
 def test_a_time_out_of_the_group_has_its_own_exit_code(error, code):
     assert failure.exit_code(error) == code
+
+
+@contextlib.contextmanager
+def unconfigured_logging():
+    """Logging as in a fresh script; within a test, since pytest brings handlers of its own to each."""
+    root, ours = logging.getLogger(), logging.getLogger("tfdist")
+    kept = root.handlers, ours.handlers, ours.level
+    root.handlers, ours.handlers = [], []
+    ours.setLevel(logging.NOTSET)
+    try:
+        yield ours
+    finally:
+        root.handlers, ours.handlers = kept[:2]
+        ours.setLevel(kept[2])
+
+
+def log_decision_and_warning():
+    logging.getLogger("tfdist.strategy").info("decided")
+    logging.getLogger("tfdist.strategy").warning("waiting")
+
+
+@pytest.mark.parametrize(
+    ("environ", "shown"),
+    [
+        ({}, "tfdist: decided\ntfdist: waiting\n"),
+        (config(**TWO), "tfdist: decided\ntfdist: waiting\n"),
+        (config(index=1, **TWO), "tfdist: waiting\n"),
+        ({"TF_CONFIG": "{"}, "tfdist: waiting\n"),
+    ],
+)
+def test_the_chief_shows_decisions_and_every_task_its_warnings_once(environ, shown, capsys):
+    with unconfigured_logging():
+        process.show_decisions(environ)
+        process.show_decisions(environ)
+        log_decision_and_warning()
+    assert capsys.readouterr().err == shown
+
+
+def test_a_level_that_the_script_set_stays(capsys):
+    with unconfigured_logging() as ours:
+        ours.setLevel(logging.ERROR)
+        process.show_decisions({})
+        log_decision_and_warning()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_script_that_configured_logging_gets_no_second_handler():
+    with unconfigured_logging() as ours:
+        logging.getLogger().addHandler(logging.NullHandler())
+        process.show_decisions({})
+        assert ours.handlers == []
+
+
+def test_a_script_that_configures_logging_later_is_left_to_show_the_lines(capsys):
+    with unconfigured_logging():
+        process.show_decisions({})
+        logging.getLogger().addHandler(logging.NullHandler())
+        log_decision_and_warning()
+    assert capsys.readouterr().err == ""
 
 
 def test_words_without_a_launcher_are_lost_in_silence(monkeypatch):
