@@ -6,7 +6,7 @@
 Of the 1,797 images (data/README.md says whose), shuffled by a fixed seed, 1,437 are trained on and 360 are the test
 set. The model is saved once, by the chief. A fresh process then loads it, with plain Keras, and prints last:
 
-    test accuracy 0.9861
+    test accuracy 0.9944
 """
 
 import argparse

@@ -93,7 +93,7 @@ def test_the_script_of_the_readme_runs(command, folder):
 def test_the_tests_of_the_readme_pass(tmp_path):
     (tests,) = blocks(README, "py")
     (tmp_path / "test_train.py").write_text(tests)
-    (tmp_path / "train.py").write_text(TRAINED)
+    (tmp_path / "my_training.py").write_text(TRAINED)
     done = shell("python -m pytest -q -p no:cacheprovider", tmp_path)
     assert "2 passed" in done.stdout, done.stdout
 

@@ -425,11 +425,12 @@ def main(argv: Sequence[str]) -> NoReturn:
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    if os.environ.get("TFDIST_RUN_DIR") and not _control.connect():
-        # The launcher died before the parent-death signal was armed.
-        os._exit(128 + signal.SIGTERM)
     show_decisions()
     try:
+        # From this greeting on the launcher passes a Ctrl-C to us.
+        if os.environ.get("TFDIST_RUN_DIR") and not _control.connect():
+            # The launcher died before the parent-death signal was armed.
+            os._exit(128 + signal.SIGTERM)
         code = script.run(argv)
         global _exit_code
         _exit_code = code

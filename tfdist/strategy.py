@@ -276,11 +276,9 @@ def _create_synchronous(
         process.set_current(None)
         raise
     logger.info(
-        "%s is one of %d tasks (%s); %s; gradients through %s",
+        "%s of %d tasks has met the others; %s; gradients through %s",
         config.task,
         group.size,
-        ", ".join(f"{task} {config.cluster.address(task)}" for task in group.tasks[:8])
-        + (" ..." if group.size > 8 else ""),
         "SynchronousStrategy" if kind == "synchronous" else "MultiWorkerMirroredStrategy",
         devices.WAYS[way],
     )

@@ -101,8 +101,8 @@ def multi_worker_mirrored(
         num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
     )
     logger.info(
-        "all tasks have met; starting TensorFlow's servers, which listen on all interfaces without authentication "
-        "(kind='synchronous' has none)"
+        "TensorFlow's servers listen on all network interfaces without authentication; "
+        'tfdist.create_strategy("synchronous") starts none'
     )
     for handler in logging.getLogger("tfdist").handlers:
         handler.flush()

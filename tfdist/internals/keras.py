@@ -9,6 +9,7 @@ being traced, so a plain model in the same process runs Keras' own code.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -234,6 +235,12 @@ def trainable_variables(optimizer: Any) -> list[Any]:
 def compiled_loss(model: Any) -> Any:
     """Returns an object that is another one once the model has been compiled again."""
     return getattr(model, "_compile_loss", None)
+
+
+def resets_metrics(method: str) -> bool:
+    """Whether `train_on_batch` and `test_on_batch` log their batch alone, or, as in Keras 3.12, all since a reset."""
+    function = inspect.unwrap(trainer_method(method).find())
+    return "reset_metrics" in function.__code__.co_names
 
 
 def symbolic_build(model: Any, batch: Any) -> None:

@@ -27,6 +27,9 @@ TASK_VARIABLES = (
 SETTING_PREFIX = "TFDIST_RUN_"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
+# Behind the script they are the script's, which is seldom what was meant.
+OFTEN_MISPLACED = ("--workers", "--ps", "--chief", "--nproc-per-node", "--nproc_per_node", "--log-dir")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -152,10 +155,13 @@ def make_plan(
     notes = []
     if common.pop("TF_CONFIG", None):
         notes.append("TF_CONFIG was set and is replaced for the tasks; unset it to lose this line")
+    swallowed = [word for word in options.command if word.partition("=")[0] in OFTEN_MISPLACED]
+    if swallowed:
+        notes.append(f"{swallowed[0]} stands behind the script, which gets it; a flag of the launcher stands before it")
     threads = _threads(options, common, processors, len(tasks))
     if threads:
-        intra, inter = threads["TF_NUM_INTRAOP_THREADS"], threads["TF_NUM_INTEROP_THREADS"]
-        notes.append(f"each task computes on {intra} of {processors} CPU threads (ops side by side: {inter})")
+        intra = threads["TF_NUM_INTRAOP_THREADS"]
+        notes.append(f"each task computes on {intra} of {processors} CPU threads")
     common.update(threads)
     common.update(proxies.exceptions(common, [host]))
     common.update(_words_to_tasks(options, run_dir, len(tasks)))

@@ -152,7 +152,7 @@ class Supervisor:
             raise LaunchError(f"--log-dir {self._options.log_dir}: {error}") from error
 
     def _output(self, task: Task, environ: Mapping[str, str]) -> TaskOutput:
-        is_noise = NoiseFilter(keep_info=bool(environ.get("TF_CPP_MIN_LOG_LEVEL")))
+        is_noise = NoiseFilter(keep_info=environ.get("TF_CPP_MIN_LOG_LEVEL") == "0")
         return TaskOutput(
             str(task), self._console, self._log_file(task), (lambda line: False) if self._options.raw else is_noise
         )

@@ -26,7 +26,8 @@ def assert_parity(
     The function gets a strategy, makes and compiles its model in the strategy's scope, and returns numbers and arrays:
     logs, weights, predictions. In the plain process that is TensorFlow's default strategy, which does nothing, and
     `fit` is Keras' own. Every process starts with the same seed. Leave out what differs by its nature: dropout draws
-    other numbers on each task.
+    other numbers on each task, and `fit(shuffle=True)`, the default for arrays, takes another order than Keras' own
+    (the same on any number of tasks). So pass `shuffle=False`.
 
     Args:
         function: At the top level of a file, as for `local_cluster`.
@@ -79,4 +80,5 @@ def _table(name: str, too_far: Sequence[tuple[int, int, Comparison]], tolerance:
     ]
     for count, index, comparison in too_far:
         lines += [f"{count:>7}  {f'worker {index}':<9} {line}" for line in str(comparison).splitlines()]
+    lines.append("(shuffle=True and dropout are other on purpose: pass shuffle=False to fit, and leave dropout out)")
     return "\n".join(lines)

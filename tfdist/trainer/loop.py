@@ -253,7 +253,8 @@ def _logs_on_batch(engine: SynchronousEngine, model: Any, kind: str, batch: Any,
     with engine.errors():
         element = engine.element_of_batch(batch)
         engine.prepare_for_batches(model, element[0], training=kind == "train")
-        engine.reset_metrics(model)
+        if internals.resets_metrics(f"{kind}_on_batch"):
+            engine.reset_metrics(model)
         logs, _ = engine.function(model, kind).on_element(element)
         logs = internals.PYTHONIFY.find()(logs)
     return logs if return_dict else internals.metrics_in_order(model, logs)
