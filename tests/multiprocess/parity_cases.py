@@ -378,6 +378,30 @@ def sparse_arrays(run: Run) -> dict:
     return fitted(model, tf.sparse.from_dense(x), y)
 
 
+class Padding(keras.Model):
+    """Sums embeddings of rows of any length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.dense = layers.Embedding(9, 4), layers.Dense(1)
+
+    def call(self, ids: Any) -> Any:
+        padded = ids.to_tensor(shape=(None, 5)) if isinstance(ids, tf.RaggedTensor) else ids
+        return self.dense(keras.ops.sum(self.embedding(padded), axis=1))
+
+
+@case
+def ragged_dataset(run: Run) -> dict:
+    random = np.random.default_rng(8)
+    ids = tf.ragged.constant([random.integers(1, 9, length).tolist() for length in random.integers(1, 6, 40)])
+    with run.scope():
+        model = Padding()
+        model(np.ones((1, 5), "int32"))
+        model.compile("adam", "mse", jit_compile=False)
+    rows = tf.data.Dataset.from_tensor_slices((tf.cast(ids, tf.int32), regression(40)[1])).batch(12)
+    return fitted(model, rows)
+
+
 @case
 def strings(run: Run) -> dict:
     words = np.array(["one", "two", "three", "four", "five"], dtype=object)
@@ -906,6 +930,78 @@ def dropout(run: Run) -> dict:
         return keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dropout(0.5, seed=3), layers.Dense(1)])
 
     return trained(run, model=model, rows=48, batch_size=12)
+
+
+# -- loops of the user's own, as TensorFlow's guides have them
+
+
+def _own_loop(run: Run, distribute: Callable[[Any], Any]) -> dict:
+    """A training and a test loop: `strategy.run`, `strategy.reduce`, a Keras optimizer, Keras metrics."""
+    strategy = run.strategy or tf.distribute.get_strategy()
+    with run.scope():
+        model = dense()
+        optimizer = optimizers.Adam(0.01)
+        error = keras.metrics.MeanAbsoluteError()
+        per_row = losses.MeanSquaredError(reduction=None)
+        optimizer.build(model.trainable_variables)
+
+    def average(y: Any, y_pred: Any) -> Any:
+        return tf.nn.compute_average_loss(per_row(y, y_pred), global_batch_size=12)
+
+    @tf.function
+    def train(batch: Any) -> Any:
+        def replica(data: Any) -> Any:
+            x, y = data
+            with tf.GradientTape() as tape:
+                y_pred = model(x, training=True)
+                loss = average(y, y_pred)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+            error.update_state(y, y_pred)
+            return loss
+
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(replica, args=(batch,)), axis=None)
+
+    @tf.function
+    def test(batch: Any) -> Any:
+        def replica(data: Any) -> Any:
+            x, y = data
+            return average(y, model(x, training=False))
+
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, strategy.run(replica, args=(batch,)), axis=None)
+
+    training, testing = distribute(regression(48)), distribute(regression(24, 1))
+    logs = []
+    for _ in range(2):
+        trained_losses = [float(train(batch)) for batch in training]
+        logs.append([sum(trained_losses) / 4, float(error.result()), sum(float(test(batch)) for batch in testing) / 2])
+        error.reset_state()
+    return {"logs": np.array(logs), **{f"weight {i}": w for i, w in enumerate(model.get_weights())}}
+
+
+@case
+def own_loop_over_a_distributed_dataset(run: Run) -> dict:
+    def distribute(arrays: Any) -> Any:
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+        data = tf.data.Dataset.from_tensor_slices(arrays).batch(12).with_options(options)
+        return (run.strategy or tf.distribute.get_strategy()).experimental_distribute_dataset(data)
+
+    return _own_loop(run, distribute)
+
+
+@case
+def own_loop_over_datasets_from_a_function(run: Run) -> dict:
+    def distribute(arrays: Any) -> Any:
+        def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
+            # Rows of one global batch stay together, whatever the number of tasks.
+            size = context.get_per_replica_batch_size(12)
+            data = tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+            return data.shard(context.num_input_pipelines, context.input_pipeline_id)
+
+        return (run.strategy or tf.distribute.get_strategy()).distribute_datasets_from_function(mine)
+
+    return _own_loop(run, distribute)
 
 
 # -- ways to run

@@ -380,7 +380,8 @@ def _log_plan(engine: SynchronousEngine, data: Input) -> None:
         split = " + ".join(str(batch * (i + 1) // n - batch * i // n) for i in range(min(n, 8))) + (
             " + ..." if n > 8 else ""
         )
-    if data.source.split == "sliced":
+    if data.source.split == "sliced" and not engine.has_said_that_input_repeats:
+        engine.has_said_that_input_repeats = True
         logger.info(
             "every task reads the whole input and keeps its rows of each batch; tfdist.data shares the reading as well"
         )

@@ -70,6 +70,7 @@ class SynchronousEngine:
         self.size, self.index = self.reduction.size, self.reduction.index
         self.is_chief = self.index == 0
         self._reported_first_step = False
+        self.has_said_that_input_repeats = False
         self._activity_losses_are_sums = self.size > 1 and internals.activity_losses_are_sums()
 
     @property
