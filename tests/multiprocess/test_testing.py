@@ -321,7 +321,8 @@ def test_a_training_that_gives_the_same_passes():
 def test_what_differs_is_shown_and_nothing_else():
     with pytest.raises(ParityError) as caught:
         assert_parity(train, 20, workers=2, strategy="synchronous")
-    heading, _, *rows = str(caught.value).splitlines()
+    heading, _, *rows, hint = str(caught.value).splitlines()
+    assert "pass shuffle=False to fit" in hint
     assert heading == "train gives other numbers on several workers than in one process"
     assert [row.split() for row in rows] == [
         ["2", "worker", "0", "wrong", "1.0e+00"],
