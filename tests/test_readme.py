@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import environment
+from launching import run_command
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,16 +45,7 @@ def lines(text: str) -> list[str]:
 def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a command of the documentation with this interpreter."""
     command = re.sub(r"^(\.venv/bin/)?python ", f"{shlex.quote(sys.executable)} ", command)
-    return subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    return run_command(["bash", "-c", command], folder, DEADLINE_S)
 
 
 def test_the_readme_starts_with_the_two_commands_and_holds_no_others_unknown_here():

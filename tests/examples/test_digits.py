@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import environment
+from launching import environment, run_command
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
 TEST_IMAGES = 360
@@ -53,16 +53,7 @@ def trained(name: str, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Runs the example in an empty folder, once."""
     if name not in _runs:
         folder = tmp_path_factory.mktemp("elsewhere")
-        done = subprocess.run(
-            COMMANDS[name],
-            cwd=folder,
-            env=environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
-        )
+        done = run_command(COMMANDS[name], folder, DEADLINE_S)
         assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
         _runs[name] = Trained(done.stdout, done.stderr, files)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import environment
+from launching import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["custom_loop", "text", "tfrecords", "tutorial"]
@@ -42,16 +41,7 @@ class Ended:
 
 
 def run(name: str, place: str, folder: Path, *options: str) -> Ended:
-    done = subprocess.run(
-        [sys.executable, *PLACES[place], EXAMPLES / f"{name}.py", *options],
-        cwd=folder,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
+    done = run_command([sys.executable, *PLACES[place], EXAMPLES / f"{name}.py", *options], folder, DEADLINE_S)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return Ended(done.stdout, done.stderr, folder)
 

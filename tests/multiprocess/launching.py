@@ -45,6 +45,20 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if not unwanted.match(k)}, **(extra or {})}
 
 
+def run_command(command: Sequence[object], folder: Path, deadline_s: float) -> subprocess.CompletedProcess[str]:
+    """Runs any command in a folder to its end, as a user would from a shell without input."""
+    return subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        check=False,
+    )
+
+
 def start(
     *arguments: object,
     cwd: Path | None = None,

@@ -44,7 +44,6 @@ def _name(module: str, path: str, why: str) -> Name:
 # What our loop calls.
 TRAINER = _name("backend.tensorflow.trainer", "TensorFlowTrainer", "fit, evaluate and predict of every Keras model")
 MODEL = _name("models.model", "Model", "save, save_weights and export write on the chief alone")
-CALLBACK_LIST = _name("callbacks.callback_list", "CallbackList", "Keras' own dispatch of callbacks")
 GET_ADAPTER = _name("trainers.data_adapters", "get_data_adapter", "reads x, y, sample_weight as Keras does")
 ARRAY_ADAPTER = _name("trainers.data_adapters.array_data_adapter", "ArrayDataAdapter", "tells arrays from datasets")
 DATASET_ADAPTER = _name("trainers.data_adapters.tf_dataset_adapter", "TFDatasetAdapter", "tells datasets from the rest")
@@ -63,7 +62,6 @@ CLASS_WEIGHTS = _name(
 )
 PYTHONIFY = _name("utils.python_utils", "pythonify_logs", "logs as floats, nested ones flattened")
 OUTPUT_SPEC = _name("backend", "compute_output_spec", "builds a model without running it")
-TREE = _name("tree", "map_structure", "maps None as Keras does")
 GLOBAL_STATE = _name("backend.common.global_state", "set_global_attribute", "leaves a stateless scope for a moment")
 TRACEBACK = _name("utils.traceback_utils", "filter_traceback", "the same short tracebacks as Keras")
 MAX_EPOCHS = _name("backend.config", "max_epochs", "the debugging caps of KERAS_MAX_EPOCHS")

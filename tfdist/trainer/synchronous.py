@@ -395,10 +395,10 @@ def _global_logs(
     """
     with CaptureScope(list(zip(metrics, states, strict=True))):
         local = _results_by_name(model)
+        sure = set(logs) == set(model.get_metrics_result())
     keys = sorted(logs)
     flat = {key: [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs[key])] for key in keys}
     named = [key for key in keys if key in local and _same_structure(local[key], logs[key])]
-    sure = set(logs) == set(_metric_results(model, metrics, states))
     questions = [] if sure else [_all_equal(flat[key], tf.nest.flatten(local[key])) | ~step.live for key in named]
     numbers = [leaf for key in keys if key not in named or not sure for leaf in flat[key]]
     weighted = [leaf * step.share(leaf.dtype) for leaf in map(_floating, numbers)]
@@ -418,11 +418,6 @@ def _global_logs(
             means = [tf.where(is_metric[key], tf.cast(m, n.dtype), n) for m, n in zip(merged, means, strict=True)]
         result[key] = tf.nest.pack_sequence_as(logs[key], means)
     return result
-
-
-def _metric_results(model: Any, metrics: Sequence[Any], states: Sequence[tf.Tensor]) -> dict[str, Any]:
-    with CaptureScope(list(zip(metrics, states, strict=True))):
-        return model.get_metrics_result()
 
 
 def _results_by_name(model: Any) -> dict[str, Any]:
