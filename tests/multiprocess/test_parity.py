@@ -1,4 +1,4 @@
-"""N tasks give what one plain Keras process gives, for every case of `parity_cases`.
+"""N tasks give what one plain Keras process gives, for every case of `parity`.
 
 One cluster runs all cases of one N; a plain Keras process, which never imports tfdist, is the reference. How far arrays
 may be apart is what `tfdist.testing` tells users, too.
@@ -13,21 +13,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 from launching import environment, run
-from parity_cases import CASES, DIFFERENT_BY_DESIGN
+from parity import CASES
 
 from tfdist.testing import compare
 
-TASK = Path(__file__).with_name("parity_task.py")
+TASK = Path(__file__).with_name("parity") / "task.py"
 DEADLINE_S = 420
-EXACT = [name for name in CASES if name not in DIFFERENT_BY_DESIGN]
-# TensorFlow's ring differs from our sockets in the sum alone: every kind of sum, once.
-RING = ["even", "uneven", "embedding", "optimizer_accumulation_and_clipping", "overflow_on_one_task"]
+EXACT = [name for name, case in CASES.items() if not case.differs]
+# TensorFlow's ring differs from our sockets in the sum alone, four tasks from three in their number.
+CORE = [name for name, case in CASES.items() if case.is_core]
 RUNS = {
     "1 task": (1, "default", []),
     "2 tasks": (2, "default", []),
     "3 tasks": (3, "default", []),
     "2 tasks without TensorFlow's servers": (2, "synchronous", []),
-    "2 tasks through TensorFlow's ring": (2, "ring", RING),
+    "4 tasks": (4, "default", CORE),
+    "2 tasks through TensorFlow's ring": (2, "ring", CORE),
 }
 
 Results = dict[str, list[dict[str, np.ndarray]]]

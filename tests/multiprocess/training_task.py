@@ -20,7 +20,7 @@ import tensorflow as tf
 import tfdist
 
 sys.path.insert(0, str(Path(__file__).parent))
-from parity_cases import dense, regression
+from parity.cases import dense, regression
 
 CHECKS: dict[str, Callable[..., Any]] = {}
 X, Y = regression(40)

@@ -1,4 +1,4 @@
-"""Runs parity cases in this process and writes what came out: `parity_task.py OUT KIND [CASE ...]`.
+"""Runs parity cases in this process and writes what came out: `parity/task.py OUT KIND [CASE ...]`.
 
 KIND is "plain" (Keras without tfdist), or what create_strategy takes: "default", "synchronous", "ring".
 """
@@ -11,7 +11,7 @@ import time
 import traceback
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
 def main(out: Path, kind: str, names: list[str]) -> None:
@@ -31,15 +31,16 @@ def main(out: Path, kind: str, names: list[str]) -> None:
         if config is not None:
             index, size = config.training_index, config.cluster.num_training_tasks
     import keras
-    from parity_cases import CASES, Run
 
-    for number, (name, function) in enumerate(CASES.items()):
+    from parity import CASES, Run
+
+    for name, case in CASES.items():
         if names and name not in names:
             continue
-        keras.utils.set_random_seed(100 + number)
+        keras.utils.set_random_seed(case.seed)
         start = time.monotonic()
         try:
-            result = function(Run(strategy, index, size, seed=100 + number))
+            result = case.run(Run(strategy, index, size, seed=case.seed))
         except Exception:
             text = traceback.format_exc()
             print(f"{name}: failed\n{text}", flush=True)
