@@ -94,7 +94,7 @@ class ArrayPipeline(Pipeline):
         convert = internals.TO_SLICEABLE.find()
         with tf.device("/CPU:0"):
             return tuple(
-                None if isinstance(part, np.memmap) else convert(part, target_backend="tensorflow")
+                None if isinstance(part, np.memmap) else convert(_with_strings(part), target_backend="tensorflow")
                 for part in keras.tree.flatten(self.arrays)
             )
 
@@ -105,7 +105,7 @@ class ArrayPipeline(Pipeline):
 
         @tf.autograph.experimental.do_not_convert
         def gather(step: tf.Tensor, whole: tuple[Any, ...]) -> Any:
-            parts, order = whole
+            parts, order, _ = whole
             first = step * batch_size
             total = tf.minimum(tf.constant(batch_size, tf.int64), rows - first)
             low, high = share(total, index, size)
@@ -116,13 +116,19 @@ class ArrayPipeline(Pipeline):
             return data, tf.cast(high - low, tf.int32), tf.cast(total, tf.int32)
 
         with tf.device("/CPU:0"):
-            whole = tf.data.Dataset.from_tensors((self._parts, order)).repeat()
+            # Of mapped files alone there may be nothing to hand over, and a dataset must have something.
+            whole = tf.data.Dataset.from_tensors((self._parts, order, 0)).repeat()
             steps = tf.data.Dataset.range(start_step, self.steps_per_epoch)
             dataset = tf.data.Dataset.zip((steps, whole)).map(gather, num_parallel_calls=AUTOTUNE)
         options = tf.data.Options()
         # The graph rewrites would serialise the arrays.
         options.experimental_optimization.apply_default_optimizations = False
         return dataset.with_options(options)
+
+
+def _with_strings(part: Any) -> Any:
+    """NumPy's own strings as tensors, since Keras' conversion knows those of dtype object alone."""
+    return tf.constant(part) if isinstance(part, np.ndarray) and part.dtype.kind in "US" else part
 
 
 def _take(part: Any, original: Any, chosen: tf.Tensor) -> Any:
@@ -137,7 +143,7 @@ def _take(part: Any, original: Any, chosen: tf.Tensor) -> Any:
 
 
 def _read(array: np.memmap[Any, Any], chosen: tf.Tensor) -> tf.Tensor:
-    dtype = array.dtype
+    dtype = array.dtype.newbyteorder("=")  # TensorFlow takes the bytes of a big-endian array for this machine's
     if np.issubdtype(dtype, np.floating):
         dtype = np.dtype(keras.config.floatx())
     taken = tf.numpy_function(lambda ids: np.asarray(array[ids], dtype), [chosen], tf.as_dtype(dtype), stateful=False)

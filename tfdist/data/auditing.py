@@ -240,6 +240,8 @@ def _hashable(value: Any) -> Hashable:
         value = value.numpy()
     if isinstance(value, (np.ndarray, np.generic)):
         value = value.tolist()
+    if isinstance(value, float) and value != value:
+        return "nan"  # which equals itself, as a key must
     return tuple(_hashable(one) for one in value) if isinstance(value, (list, tuple)) else value
 
 

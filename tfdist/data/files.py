@@ -91,6 +91,9 @@ def from_files(
         train = tfdist.data.from_files("train-*.tfrecord", tf.data.TFRecordDataset, parse, global_batch_size=64)
     """
     check_batching(global_batch_size, seed)
+    for name, fn in (("reader", reader), ("parse", parse)):
+        if not callable(fn) and not (fn is None and name == "parse"):
+            raise DataError(f"{name}={fn!r} is no function; for TFRecord files, say, reader is tf.data.TFRecordDataset")
     if shuffle_window < 1:
         raise DataError(f"shuffle_window={shuffle_window!r}: give the records that are shuffled together, 1 or more")
     return FilePipeline(

@@ -9,7 +9,18 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.data.pipeline import AUTOTUNE, ENDED, UNKNOWN, Pipeline, count_rows, head, name_of, share, specs_as_text
+from tfdist.data.pipeline import (
+    AUTOTUNE,
+    ENDED,
+    UNKNOWN,
+    Pipeline,
+    count_rows,
+    head,
+    is_whole,
+    name_of,
+    share,
+    specs_as_text,
+)
 from tfdist.errors import DataError
 
 
@@ -50,7 +61,9 @@ def from_function(
             task's `tf.data.Dataset` of batches.
         global_batch_size: Rows of a full batch over all tasks, where it is known; nothing depends on it.
         steps_per_epoch: How many steps an epoch has. By default, as many as the longest share has batches. A dataset
-            without end needs it, and goes on in each epoch where the last one stopped.
+            without end needs it, and goes on in each epoch where the last one stopped: put `repeat()` last, so that
+            TensorFlow knows of it. (What only turns out to have no end begins each epoch anew; vary it by
+            `context.epoch`.)
 
     Example:
         def mine(context):
@@ -61,8 +74,12 @@ def from_function(
         train = tfdist.data.from_function(mine)
     """
     for name, value in (("global_batch_size", global_batch_size), ("steps_per_epoch", steps_per_epoch)):
-        if value is not None and value < 1:
+        if value is not None and (not is_whole(value) or value < 1):
             raise DataError(f"{name}={value!r}: give 1 or more, or leave it out")
+    if not callable(fn):
+        raise DataError(
+            f"fn is a {type(fn).__name__}: give a function of an InputContext that returns that task's tf.data.Dataset"
+        )
     return FunctionPipeline(fn, global_batch_size, steps_per_epoch)
 
 

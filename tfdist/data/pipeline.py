@@ -54,6 +54,9 @@ class Pipeline(ABC):
           over the tasks tells. 0 (`from_function` alone): this task's share has ended; stand-ins follow, without end
           unless `steps_per_epoch` is known, until every task's `total` is 0.
         """
+        for name, value in {"index": index, "size": size, "epoch": epoch, "start_step": start_step}.items():
+            if not is_whole(value):
+                raise DataError(f"{name}={value!r}: give a whole number")
         if not 0 <= index < size:
             raise DataError(f"there is no task {index} of {size}: index counts from 0")
         if epoch < 0 or start_step < 0:
@@ -132,8 +135,25 @@ class Mapped(Pipeline):
         return f"{self.source!r}.map({name_of(self.fn)})"
 
     def _for_task(self, index: int, size: int, epoch: int, start_step: int) -> tf.data.Dataset:
+        fn = self.fn
+
+        @tf.autograph.experimental.do_not_convert
+        def keeps_rows(data: Any, result: Any) -> Any:
+            checks = [
+                tf.debugging.assert_equal(
+                    count_rows(part),
+                    count_rows(data),
+                    f"{name_of(fn)}, which a pipeline maps, must return as many rows as it gets: which rows are whose "
+                    "is settled before. Leave rows out, or add some, in the source",
+                )
+                for part in tf.nest.flatten(result)
+                if part is not None
+            ]
+            with tf.control_dependencies([check for check in checks if check is not None]):
+                return tf.nest.map_structure(lambda part: None if part is None else tf.identity(part), result)
+
         def apply(data: Any, rows: tf.Tensor, total: tf.Tensor) -> Any:
-            return call(self.fn, data), rows, total
+            return keeps_rows(data, call(fn, data)), rows, total
 
         source = self.source._for_task(index, size, epoch, start_step)  # noqa: SLF001
         return source.map(apply, num_parallel_calls=AUTOTUNE)
@@ -161,6 +181,8 @@ def head(data: Any, rows: Any) -> Any:
     """Returns the first rows of every part of a batch."""
 
     def first(part: Any) -> Any:
+        if part is None:
+            return None
         if isinstance(part, tf.SparseTensor):
             shape = tf.concat([[tf.cast(rows, tf.int64)], part.dense_shape[1:]], axis=0)
             return tf.sparse.slice(part, tf.zeros_like(shape), shape)
@@ -171,7 +193,7 @@ def head(data: Any, rows: Any) -> Any:
 
 def count_rows(data: Any) -> tf.Tensor:
     """Returns the number of rows of a batch, int32."""
-    part = tf.nest.flatten(data)[0]
+    part = next(part for part in tf.nest.flatten(data) if part is not None)
     if isinstance(part, tf.SparseTensor):
         return tf.cast(part.dense_shape[0], tf.int32)
     return tf.cast(part.nrows() if isinstance(part, tf.RaggedTensor) else tf.shape(part)[0], tf.int32)
@@ -179,9 +201,9 @@ def count_rows(data: Any) -> tf.Tensor:
 
 def check_batching(global_batch_size: int, seed: int) -> None:
     """Raises DataError for a batch size or a seed that can not be."""
-    if not _is_whole(global_batch_size) or global_batch_size < 1:
+    if not is_whole(global_batch_size) or global_batch_size < 1:
         raise DataError(f"global_batch_size={global_batch_size!r}: give the rows of one step over all tasks, 1 or more")
-    if not _is_whole(seed) or seed < 0:
+    if not is_whole(seed) or seed < 0:
         raise DataError(f"seed={seed!r}: give a whole number, 0 or more, the same on every task")
 
 
@@ -199,7 +221,8 @@ def specs_as_text(spec: Any) -> list[str]:
     ]
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Returns whether a value is an integer, Python's or NumPy's."""
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 

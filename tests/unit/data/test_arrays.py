@@ -90,6 +90,21 @@ def test_of_a_mapped_file_a_task_reads_its_own_rows_only(tmp_path):
         assert x.numpy().tolist() == [[2.0 * row, 2.0 * row + 1] for row in y.numpy()]
 
 
+@pytest.mark.parametrize("dtype", [">i4", "<f8", "S2", "<U2"])
+def test_a_mapped_file_alone_gives_what_it_holds(dtype, tmp_path, in_order, cut):
+    """Big-endian numbers, as of idx files, are read as numbers; without a shuffle nothing else need be there."""
+    np.save(tmp_path / "x.npy", np.arange(10, 17).astype(dtype))
+    pipeline = tfdist.data.from_arrays(np.load(tmp_path / "x.npy", mmap_mode="r"), 3)
+    rows = [str(row).encode() for row in range(10, 17)] if dtype[1:] in ("2", "U2") else range(10, 17)
+    assert in_order(pipeline, 2) == cut(rows, 3)
+
+
+@pytest.mark.parametrize("dtype", ["S2", "U2", object])
+def test_strings_of_any_dtype_of_numpys_are_strings(dtype, in_order):
+    pipeline = tfdist.data.from_arrays(np.array(["a", "bb", "c"], dtype), 3)
+    assert in_order(pipeline, 2) == [[b"a", b"bb", b"c"]]
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
@@ -114,6 +129,8 @@ def test_a_batch_larger_than_the_data_can_not_drop_its_remainder():
     ("place", "message"),
     [
         ({"index": 2, "size": 2}, "there is no task 2 of 2"),
+        ({"index": "0", "size": 2}, "index='0': give a whole number"),
+        ({"index": 0, "size": 1, "epoch": 0.5}, r"epoch=0\.5: give a whole number"),
         ({"index": 0, "size": 1, "epoch": -1}, "epoch=-1, start_step=0"),
         ({"index": 0, "size": 1, "start_step": 4}, "start_step=4 is behind the epoch's end: it has 3 steps"),
     ],

@@ -133,3 +133,7 @@ def test_examples_of_every_kind_have_keys_of_their_own(part):
 def test_what_can_not_be_audited_is_refused(arguments, message):
     with pytest.raises(DataError, match=message):
         tfdist.data.audit(arguments.pop("source"), **arguments)
+
+
+def test_an_example_that_is_not_a_number_is_found_again():
+    assert tfdist.data.audit(tfdist.data.from_arrays(np.array([np.nan, 1, np.nan]), 2), tasks=2).is_right

@@ -224,3 +224,10 @@ def test_it_says_what_it_is(write, tmp_path):
         f"from_files(2 files from '{tmp_path}/part-00' on, TextLineDatasetV2, number, global_batch_size=2, "
         "shuffle=True, seed=4, shuffle_window=6)"
     )
+
+
+@pytest.mark.parametrize("arguments", [{"reader": "tfrecord"}, {"reader": tf.data.TextLineDataset, "parse": "csv"}])
+def test_a_reader_or_parser_that_is_no_function_is_refused_at_once(arguments, tmp_path):
+    (tmp_path / "a.txt").write_text("1")
+    with pytest.raises(DataError, match="is no function"):
+        tfdist.data.from_files(tmp_path / "a.txt", **arguments, global_batch_size=2)

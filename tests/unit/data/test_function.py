@@ -155,3 +155,14 @@ def test_numbers_that_can_not_be_are_refused(argument):
 def test_it_says_what_it_is():
     text = repr(tfdist.data.from_function(shards([1]), steps_per_epoch=4))
     assert text == "from_function(shards.<locals>.mine, steps_per_epoch=4)"
+
+
+def test_a_dataset_in_place_of_a_function_is_refused_at_once():
+    with pytest.raises(DataError, match="give a function"):
+        tfdist.data.from_function(tf.data.Dataset.range(4).batch(2))
+
+
+@pytest.mark.parametrize("steps", [0, 2.5, "3", True])
+def test_steps_that_are_no_number_of_steps_are_refused(steps):
+    with pytest.raises(DataError, match="steps_per_epoch="):
+        tfdist.data.from_function(lambda context: tf.data.Dataset.range(4).batch(2), steps_per_epoch=steps)

@@ -146,6 +146,19 @@ def test_a_function_of_python_s_own_if_can_be_mapped():
     assert [data.numpy().tolist() for data, _, _ in pipeline.for_task(0, 1)] == [[0, 1, 2], [1, 2, 2]]
 
 
+@pytest.mark.parametrize("fn", [lambda x, y: (x[:1], y[:1]), lambda x, y: (x, tf.repeat(y, 2))])
+def test_a_mapped_function_that_changes_the_number_of_rows_is_refused(fn):
+    pipeline = tfdist.data.from_arrays((np.arange(8), np.arange(8)), 8).map(fn)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must return as many rows as it gets"):
+        list(pipeline.for_task(0, 2))
+
+
+def test_batches_and_maps_leave_a_part_that_is_none(task):
+    task(0, 1)
+    pipeline = tfdist.data.from_arrays((np.arange(3), None, np.arange(3)), 2).map(lambda x, y, w: (x, y, w))
+    assert [(x.numpy().tolist(), y) for x, y, _ in pipeline.batches()] == [([0, 1], None), ([2], None)]
+
+
 @pytest.fixture
 def every(tmp_path):
     """One pipeline of each source."""
