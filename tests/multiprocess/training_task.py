@@ -141,7 +141,7 @@ def other_trainable_layers(task: Task) -> Any:
     model.fit(X, Y, verbose=0)
 
 
-# -- refusals
+# -- what a script can not mean
 
 
 @check
@@ -223,41 +223,6 @@ def updates_past_the_optimizer(task: Task) -> Any:
 
 
 @check
-def loss_of_a_whole_batch(task: Task) -> Any:
-    with task.strategy.scope():
-        model = dense()
-        model.compile("sgd", keras.losses.Dice(), jit_compile=False)
-    model.fit(X, Y, verbose=0)
-
-
-@check
-def loss_without_reduction(task: Task) -> Any:
-    with task.strategy.scope():
-        model = dense()
-        model.compile("sgd", keras.losses.MeanSquaredError(reduction=None), jit_compile=False)
-    model.fit(X, Y, verbose=0)
-
-
-@check
-def stateful_rnn(task: Task) -> Any:
-    with task.strategy.scope():
-        inputs = keras.Input(batch_shape=(4, 3, 2))
-        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LSTM(3, stateful=True)(inputs)))
-        model.compile("sgd", "mse", jit_compile=False)
-    model.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
-
-
-@check
-def synchronized_batch_norm_behind_a_mask(task: Task) -> Any:
-    with task.strategy.scope():
-        norm = keras.layers.BatchNormalization(synchronized=True)
-        layers = [keras.Input((3, 2)), keras.layers.Masking(), norm, keras.layers.Dense(1)]
-        model = keras.Sequential(layers)
-        model.compile("sgd", "mse", jit_compile=False)
-    model.fit(np.ones((8, 3, 2)), np.ones((8, 3, 1)), batch_size=4, verbose=0)
-
-
-@check
 def part_of_a_batch_that_is_not_per_row(task: Task) -> Any:
     constant = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: ({"x": x, "c": x[:1]}, y))
     with task.strategy.scope():
@@ -268,14 +233,6 @@ def part_of_a_batch_that_is_not_per_row(task: Task) -> Any:
         model.fit(constant, verbose=0)
     except tf.errors.InvalidArgumentError as error:
         raise ValueError("one entry per row" if "one entry per row" in str(error) else str(error)) from None
-
-
-@check
-def prediction_that_is_not_per_row(task: Task) -> Any:
-    with task.strategy.scope():
-        inputs = keras.Input((6,))
-        model = keras.Model(inputs, keras.layers.Lambda(lambda x: keras.ops.sum(x, axis=0, keepdims=True))(inputs))
-    model.predict(X[:9], verbose=0)
 
 
 @check
@@ -295,47 +252,6 @@ def naive_save_by_all_tasks(task: Task) -> Any:
     model.save(path)
     tfdist.barrier("saved by model.save")
     return [zipfile.ZipFile(path).testzip(), sorted(p.name for p in task.out.glob("naive*"))]
-
-
-class Largest(keras.metrics.Metric):
-    """A maximum: no sum of the tasks' states."""
-
-    def __init__(self) -> None:
-        super().__init__(name="largest")
-        self.value = self.add_weight(name="value", initializer="zeros")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_true))))
-
-    def result(self) -> Any:
-        return self.value
-
-
-class Smallest(Largest):
-    """Starts at infinity, which summed is infinity."""
-
-    def __init__(self) -> None:
-        keras.metrics.Metric.__init__(self, name="smallest")
-        self.value = self.add_weight(name="value", initializer=keras.initializers.Constant(np.inf))
-
-
-@check
-def metric_of_a_maximum(task: Task) -> Any:
-    task.model(metrics=["mae", Largest()]).fit(X, Y, verbose=0)
-
-
-@check
-def metric_that_starts_at_infinity(task: Task) -> Any:
-    task.model(metrics=[Smallest()]).evaluate(X, Y, verbose=0)
-
-
-@check
-def model_made_outside_the_scope(task: Task) -> Any:
-    model = dense()
-    model.compile("sgd", "mse")
-    evaluated = model.evaluate(X, Y, verbose=0)  # alone, this is right
-    assert np.isfinite(evaluated)
-    model.fit(X, Y, verbose=0)
 
 
 # -- random layers

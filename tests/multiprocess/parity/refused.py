@@ -1,0 +1,196 @@
+"""What several tasks can't make right: each function must raise on every task, before or in the first step.
+
+`@refused(feature, words=..., instead=...)` makes a function of a `Run` one of REFUSED. The support matrix lists the
+feature and what to use instead; `test_refused.py` runs the function on two tasks and looks for the words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from parity.cases import Run, dense, regression
+
+X, Y = regression(40)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One feature that is refused.
+
+    Attributes:
+        name: Of the function.
+        feature: What users call it, for the support matrix.
+        words: A regular expression that the error's class and text hold.
+        instead: What to use; some of its words stand in the message as well, as `words` should ask.
+        run: Raises, on every task alike.
+    """
+
+    name: str
+    feature: str
+    words: str
+    instead: str
+    run: Callable[[Run], object]
+
+
+REFUSED: dict[str, Refused] = {}
+
+
+def refused(feature: str, *, words: str, instead: str) -> Callable[[Callable[[Run], object]], Callable[[Run], object]]:
+    """Makes a function one of REFUSED."""
+
+    def add(function: Callable[[Run], object]) -> Callable[[Run], object]:
+        name = function.__name__
+        assert name not in REFUSED, f"two refusals are called {name}"
+        REFUSED[name] = Refused(name, feature, words, instead, function)
+        return function
+
+    return add
+
+
+def raised(strategy: Any, names: list[str] | None = None) -> dict[str, str]:
+    """Returns the class and text of what each of REFUSED raises on this task; "" where nothing was raised."""
+    run = Run(strategy)
+    texts = {}
+    for name, entry in REFUSED.items():
+        if names is None or name in names:
+            texts[name] = ""
+            try:
+                entry.run(run)
+            except Exception as error:
+                texts[name] = f"{type(error).__name__}: {error}"
+    return texts
+
+
+def compiled(run: Run, loss: Any = "mse", **arguments: Any) -> keras.Model:
+    with run.scope():
+        model = dense()
+        model.compile("sgd", loss, **{"jit_compile": False, **arguments})
+    return model
+
+
+# -- losses
+
+
+@refused(
+    "A loss of a whole batch at once: Circle; Dice and Tversky without an axis",
+    words="UnsupportedError: the loss Dice is of a batch as a whole.*axis",
+    instead="an `axis` that leaves out the rows",
+)
+def loss_of_a_whole_batch(run: Run) -> object:
+    return compiled(run, keras.losses.Dice()).fit(X, Y, verbose=0)
+
+
+@refused(
+    "A compiled loss with `reduction=None`",
+    words="UnsupportedError: the loss MeanSquaredError has reduction=(None|'none').*use reduction",
+    instead='`reduction="sum"` or `"sum_over_batch_size"`',
+)
+def loss_without_reduction(run: Run) -> object:
+    return compiled(run, keras.losses.MeanSquaredError(reduction=None)).fit(X, Y, verbose=0)
+
+
+# -- layers
+
+
+@refused(
+    "A stateful RNN",
+    words="UnsupportedError: lstm.*: a stateful RNN.*stateful=False",
+    instead="`stateful=False`",
+)
+def stateful_rnn(run: Run) -> object:
+    with run.scope():
+        inputs = keras.Input(batch_shape=(4, 3, 2))
+        model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LSTM(3, stateful=True)(inputs)))
+        model.compile("sgd", "mse", jit_compile=False)
+    return model.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
+
+
+@refused(
+    "`BatchNormalization(synchronized=True)` behind a mask",
+    words=r"UnsupportedError: .*BatchNormalization\(synchronized=True\) behind a",
+    instead="`synchronized=False`, or no mask before it",
+)
+def synchronized_batch_norm_behind_a_mask(run: Run) -> object:
+    with run.scope():
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        model = keras.Sequential([keras.Input((3, 2)), keras.layers.Masking(), norm, keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    return model.fit(np.ones((8, 3, 2)), np.ones((8, 3, 1)), batch_size=4, verbose=0)
+
+
+# -- metrics
+
+
+class Largest(keras.metrics.Metric):
+    """A maximum: states of two tasks do not add up to it."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_true - y_pred))))
+
+    def result(self) -> Any:
+        return self.value
+
+
+class Smallest(Largest):
+    """Starts at infinity, which summed is infinity."""
+
+    def __init__(self) -> None:
+        keras.metrics.Metric.__init__(self, name="smallest")
+        self.value = self.add_weight(name="value", initializer=keras.initializers.Constant(np.inf))
+
+
+@refused(
+    "A metric of your own whose state does not add up over rows: a maximum, the last value",
+    words="UnsupportedError: the metric largest keeps a state that is no sum over rows",
+    instead="sums and counts as state, and the number in `result()`; or a callback",
+)
+def metric_of_a_maximum(run: Run) -> object:
+    return compiled(run, metrics=["mae", Largest()]).fit(X, Y, verbose=0)
+
+
+@refused(
+    "A metric of your own whose state does not start at zero",
+    words="UnsupportedError: the metric smallest keeps a state that is no sum",
+    instead="a state that starts at zero",
+)
+def metric_that_starts_at_infinity(run: Run) -> object:
+    return compiled(run, metrics=[Smallest()]).evaluate(X, Y, verbose=0)
+
+
+# -- predictions
+
+
+@refused(
+    "`predict` of outputs that are not one per row",
+    words="UnsupportedError: predict: an output of shape .* is not one result per row",
+    instead="one output per row",
+)
+def prediction_that_is_not_per_row(run: Run) -> object:
+    with run.scope():
+        inputs = keras.Input((6,))
+        model = keras.Model(inputs, keras.layers.Lambda(lambda x: keras.ops.sum(x, axis=0, keepdims=True))(inputs))
+    return model.predict(X[:9], verbose=0)
+
+
+# -- where a model is made
+
+
+@refused(
+    "`fit` on a model made outside the scope",
+    words=r"StrategyError: model.fit: \w+ was made outside.*with strategy.scope\(\):",
+    instead="make and compile it in `strategy.scope()`",
+)
+def model_made_outside_the_scope(run: Run) -> object:
+    model = dense()
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.evaluate(X, Y, verbose=0))  # alone, this is right
+    return model.fit(X, Y, verbose=0)
