@@ -85,11 +85,23 @@ OPTIMIZER_APPLY = (
     _name("optimizers.base_optimizer", "BaseOptimizer.apply", "gradients are summed over tasks before all else"),
     _name("optimizers.loss_scale_optimizer", "LossScaleOptimizer.apply", "the sum comes before the finite check"),
 )
+# Since Keras 3.15: applies the optimizers inside it, each to its variables.
+MULTI_OPTIMIZER_APPLY = Name(
+    "keras.src.optimizers.multi_optimizer", "MultiOptimizer.apply", "one sum for all optimizers inside it"
+)
+SCALE_LOSS = (
+    _name("optimizers.base_optimizer", "BaseOptimizer.scale_loss", "the loss weighs by the task's share"),
+    _name("optimizers.loss_scale_optimizer", "LossScaleOptimizer.scale_loss", "the same, with a loss scale"),
+)
 CLIP = _name(
     "optimizers.base_optimizer", "BaseOptimizer._clip_gradients", "accumulated gradients are summed once per k"
 )
 CHECK_FINITE = _name(
     "optimizers.loss_scale_optimizer", "LossScaleOptimizer.check_finite", "all tasks skip a step, or none"
+)
+LOSS_CALL = _name("losses.loss", "Loss.__call__", "losses of a batch as a whole see the rows of all tasks")
+METRIC_WRAPPER_UPDATE = _name(
+    "metrics.reduction_metrics", "MeanMetricWrapper.update_state", "the same for functions given as metrics"
 )
 REDUCE_VALUES = _name("losses.loss", "reduce_values", "losses that are no mean over rows")
 APPLY_MASK = _name("losses.loss", "apply_mask", "a masked mean divides by the valid values of all tasks")
@@ -103,8 +115,11 @@ BATCH_NORM_MOMENTS = _name(
 MOMENTS_SYNC = _name("backend.tensorflow.nn", "_compute_moments_sync", "synchronized batch statistics")
 OVERRIDDEN = (
     *OPTIMIZER_APPLY,
+    *SCALE_LOSS,
     CLIP,
     CHECK_FINITE,
+    LOSS_CALL,
+    METRIC_WRAPPER_UPDATE,
     REDUCE_VALUES,
     APPLY_MASK,
     MEAN_UPDATE,
@@ -113,7 +128,12 @@ OVERRIDDEN = (
     MOMENTS_SYNC,
 )
 
-CALLED = tuple(value for value in list(globals().values()) if isinstance(value, Name) and value not in OVERRIDDEN)
+MAY_BE_MISSING = (MULTI_OPTIMIZER_APPLY,)
+CALLED = tuple(
+    value
+    for value in list(globals().values())
+    if isinstance(value, Name) and value not in (*OVERRIDDEN, *MAY_BE_MISSING)
+)
 ALL = (*CALLED, *MODEL_NAMES, *OVERRIDDEN)
 
 
@@ -130,14 +150,20 @@ def model_method(method: str) -> Name:
 def missing() -> list[Name]:
     """Returns the private names that the installed Keras does not have."""
 
-    def lacks(name: Name) -> bool:
-        try:
-            name.find()
-        except (ImportError, AttributeError):
-            return True
-        return False
+    return [name for name in ALL if _lacks(name)]
 
-    return [name for name in ALL if lacks(name)]
+
+def _lacks(name: Name) -> bool:
+    try:
+        name.find()
+    except (ImportError, AttributeError):
+        return True
+    return False
+
+
+def optimizer_apply() -> list[Name]:
+    """Returns the methods with which optimizers of this Keras apply gradients."""
+    return [name for name in (*OPTIMIZER_APPLY, MULTI_OPTIMIZER_APPLY) if not _lacks(name)]
 
 
 def override(name: Name, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -176,10 +202,32 @@ def strategy_of(model: Any) -> Any:
     return getattr(model, "_distribute_strategy", None)
 
 
+def optimizers_inside(optimizer: Any) -> list[Any]:
+    """Returns an optimizer and those that it wraps (LossScaleOptimizer, MultiOptimizer)."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    wrapped = ([] if inner is None else [inner]) + list(getattr(optimizer, "optimizers", ()))
+    return [optimizer, *(part for one in wrapped for part in optimizers_inside(one))]
+
+
+def accumulates(optimizer: Any) -> bool:
+    """Returns whether an optimizer, or one that it wraps, adds up gradients over several steps."""
+    return any(part.gradient_accumulation_steps for part in optimizers_inside(optimizer))
+
+
 def accumulators(optimizer: Any) -> list[Any]:
     """Returns the variables in which an optimizer adds up gradients: each task's are its own until they are summed."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    return [v for v in getattr(inner, "_accumulated_gradients", []) if v is not None]
+    parts = optimizers_inside(optimizer)
+    return [v for part in parts for v in getattr(part, "_accumulated_gradients", []) if v is not None]
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Returns whether an optimizer counts on every loss to have passed its `scale_loss`."""
+    return hasattr(optimizer, "inner_optimizer") or optimizer.loss_scale_factor is not None
+
+
+def is_overwritten_by_gradient(variable: Any) -> bool:
+    """Returns whether a variable takes its "gradient" as its value, as the scales of float8 layers do."""
+    return getattr(variable, "overwrite_with_gradient", False)
 
 
 def initial_epoch(model: Any) -> int | None:
@@ -302,3 +350,35 @@ def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any) ->
 
 def loss_tracker(model: Any) -> Any:
     return model._loss_tracker
+
+
+# Losses and metrics: what they call, and masks.
+
+
+def function_of_loss(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function that a Loss wraps and its arguments; (None, {}) for a loss that wraps none."""
+    return getattr(loss, "fn", None), getattr(loss, "_fn_kwargs", {})
+
+
+def function_of_metric(metric: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns the function that a MeanMetricWrapper wraps, and its arguments."""
+    return metric._fn, metric._fn_kwargs
+
+
+def mask_of(tensor: Any) -> Any:
+    return getattr(tensor, "_keras_mask", None)
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    tensor._keras_mask = mask
+
+
+def compiled_losses(model: Any) -> list[Any]:
+    """Returns the Loss objects of a built and compiled model, one for each output that has a loss."""
+    compiled = getattr(model, "_compile_loss", None)
+    return [entry.loss for entry in getattr(compiled, "_flat_losses", None) or []]
+
+
+def metrics_of(metric: Any) -> list[Any]:
+    """Returns the metrics that a metric holds as attributes; their variables are part of its own."""
+    return list(metric._metrics)

@@ -73,6 +73,33 @@ def are_unique(indices: tf.Tensor) -> bool:
     return operation.type in ("Unique", "UniqueV2")
 
 
+def float16_terms(gradient: tf.Tensor) -> str:
+    """Returns which terms of a wider gradient are float16 sums over rows: "all", "one" or "none".
+
+    Layers of mixed_float16 compute it in float16 and cast it; "one" is where a regularizer's gradient is added to it.
+    Known while a graph is traced; eagerly the answer is "none".
+    """
+    if tf.executing_eagerly() or gradient.dtype == tf.float16:
+        return "none"
+    operation = _behind_reshapes(gradient.op)
+    if _is_cast_from_float16(operation):
+        return "all"
+    if operation.type not in ("AddN", "AddV2"):
+        return "none"
+    terms = [_is_cast_from_float16(_behind_reshapes(term.op)) for term in operation.inputs]
+    return "one" if sum(terms) == 1 else "none"
+
+
+def _behind_reshapes(operation: tf.Operation) -> tf.Operation:
+    while operation.type in ("Reshape", "Identity"):
+        operation = operation.inputs[0].op
+    return operation
+
+
+def _is_cast_from_float16(operation: tf.Operation) -> bool:
+    return operation.type == "Cast" and operation.inputs[0].dtype == tf.float16
+
+
 def let_mirrored_variables_be_numbers() -> None:
     """Lets `float(model.optimizer.learning_rate)` work under MultiWorkerMirroredStrategy as it does without it.
 

@@ -13,7 +13,10 @@ import tensorflow as tf
 
 from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
-from tfdist.trainer.step import active, build_in_scope
+from tfdist.trainer.gradients import build_in_scope
+from tfdist.trainer import whole_batch
+from tfdist.trainer.step import active
+from tfdist.trainer.trying import recorded
 
 _is_ours: Callable[[Any], bool] = lambda strategy: False  # noqa: E731
 
@@ -22,10 +25,14 @@ def install(is_ours: Callable[[Any], bool]) -> None:
     """Puts the hooks in place; called once. `is_ours` tells our strategies from others."""
     global _is_ours
     _is_ours = is_ours
-    for name in internals.OPTIMIZER_APPLY:
+    for name in internals.optimizer_apply():
         internals.override(name, _apply)
+    for name in internals.SCALE_LOSS:
+        internals.override(name, _scale_loss)
     internals.override(internals.CLIP, _clip_gradients)
     internals.override(internals.CHECK_FINITE, _check_finite)
+    internals.override(internals.LOSS_CALL, _loss_call)
+    internals.override(internals.METRIC_WRAPPER_UPDATE, _metric_wrapper_update)
     internals.override(internals.REDUCE_VALUES, _reduce_values)
     internals.override(internals.APPLY_MASK, _apply_mask)
     internals.override(internals.MEAN_UPDATE, _mean_update)
@@ -42,15 +49,23 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
                 trainable_variables = None if trainable_variables is None else list(trainable_variables)
                 build_in_scope(self, trainable_variables)
             return original(self, grads, trainable_variables)
-        return step.apply(self, original, grads, trainable_variables)
+        return step.gradients.apply(self, original, grads, trainable_variables)
 
     return apply
+
+
+def _scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scale_loss(self: Any, loss: Any) -> Any:
+        step = active()
+        return original(self, loss) if step is None else step.gradients.scale_loss(self, original, loss)
+
+    return scale_loss
 
 
 def _clip_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
     def clip(self: Any, grads: Any) -> Any:
         step = active()
-        return original(self, grads if step is None else step.sum_accumulated(grads))
+        return original(self, grads if step is None else step.gradients.sum_accumulated(grads))
 
     return clip
 
@@ -58,9 +73,31 @@ def _clip_gradients(original: Callable[..., Any]) -> Callable[..., Any]:
 def _check_finite(original: Callable[..., Any]) -> Callable[..., Any]:
     def check_finite(self: Any, grads: Any) -> Any:
         step, finite = active(), original(self, grads)
-        return finite if step is None else step.all_finite(finite)
+        return finite if step is None else step.gradients.all_finite(finite)
 
     return check_finite
+
+
+def _loss_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        recorded(self, y_true, y_pred)
+        step = active()
+        if step is None:
+            return original(self, y_true, y_pred, sample_weight)
+        return whole_batch.call_loss(step, original, self, y_true, y_pred, sample_weight)
+
+    return call
+
+
+def _metric_wrapper_update(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_state(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        recorded(self, y_true, y_pred)
+        step = active()
+        if step is None:
+            return original(self, y_true, y_pred, sample_weight)
+        return whole_batch.update_metric(step, original, self, y_true, y_pred, sample_weight)
+
+    return update_state
 
 
 def _reduce_values(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +120,7 @@ def _mean_update(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
         step = active()
         if step is not None and sample_weight is None and _is_scalar(values):
-            sample_weight = step.share("float32")  # one number for the batch: this task's is a part of it
+            sample_weight = step.share(self.dtype)  # one number for the batch: this task's is a part of it
         return original(self, values, sample_weight)
 
     return update_state

@@ -8,7 +8,6 @@ otherwise use a part as if it were the whole.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,8 @@ import tensorflow as tf
 
 from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
-from tfdist.internals.tensorflow import are_unique, local_component
+from tfdist.internals.tensorflow import local_component
+from tfdist.trainer.gradients import Gradients
 from tfdist.trainer.reduction import Reduction
 
 _tracing = threading.local()
@@ -39,21 +39,15 @@ def _active(step: Step) -> Iterator[None]:
         _tracing.step = None
 
 
-def _summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
-    """Returns the same gradient with each row once."""
-    indices, positions = tf.unique(slices.indices)
-    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.shape(indices)[0])
-    return tf.IndexedSlices(values, indices, slices.dense_shape)
-
-
-def build_in_scope(optimizer: Any, variables: Any) -> None:
-    """Builds an optimizer that a custom `train_step` uses for the first time, while that step is traced."""
-    if optimizer.built or variables is None:
-        return
-    scope = internals.optimizer_strategy(optimizer).scope()
-    with internals.outside_stateless_scope(), tf.init_scope(), scope:
-        optimizer.build(variables)
-        optimizer.built = True
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Code inside sees no step: it runs on rows that need no sum over tasks."""
+    step = active()
+    _tracing.step = None
+    try:
+        yield
+    finally:
+        _tracing.step = step
 
 
 class CaptureScope(keras.StatelessScope):
@@ -106,19 +100,25 @@ class Step:
         host: How small numbers that live on the host cross tasks.
         rows: Rows of this task, int32 scalar; 0 where it only repeats row 0.
         total: Rows of all tasks, int32 scalar.
+        scales_loss: Whether every loss of the step passes `optimizer.scale_loss`.
+
+    Attributes:
+        live: Whether this task has rows.
+        gradients: What the step does with gradients.
     """
 
-    def __init__(self, reduction: Reduction, host: Reduction, rows: tf.Tensor, total: tf.Tensor) -> None:
+    def __init__(
+        self, reduction: Reduction, host: Reduction, rows: tf.Tensor, total: tf.Tensor, *, scales_loss: bool = False
+    ) -> None:
         self._reduction, self._host = reduction, host
         self.live = rows > 0
         self._share = tf.cast(rows, tf.float64) / tf.cast(total, tf.float64)
         self._scope: CaptureScope | None = None
         self._moving: list[tuple[Any, tf.Tensor]] = []
-        self._applying = False  # inside the outermost optimizer.apply
-        self._deferred = False  # the optimizer accumulates: the sum comes later, in _clip_gradients
         self._captured: list[Any] = []
         self._forbidden: type[Exception] | None = None
-        self._after: list[tf.Tensor] = []  # sums wait for these; see apply()
+        self._after: list[tf.Tensor] = []  # sums wait for these
+        self.gradients = Gradients(self, scales_loss=scales_loss)
 
     @property
     def size(self) -> int:
@@ -189,8 +189,8 @@ class Step:
         self._captured = [variable for variable, _ in captured]
         with CaptureScope(captured) as self._scope, _active(self):
             logs = function(data)
-            if self._moving:  # the step applied no gradients (or accumulates them): the statistics travel alone
-                self._merge_gradients([])
+            # Where the step applied no gradients, or accumulates them, the statistics travel alone.
+            self.sum_with_moving([], "moving statistics")
             for variable in moving:
                 if id(variable) not in self._scope.let_go:
                     internals.assign_native(variable, self._scope.get_current_value(variable))
@@ -202,86 +202,95 @@ class Step:
                 native.assign(value)
         return logs, after
 
-    # -- gradients
+    # -- what gradients need
 
-    def _merge_gradients(self, gradients: Sequence[Any]) -> list[Any]:
-        """Returns the gradients of the whole batch; the moving statistics travel in the same message."""
-        merged = list(gradients)
-        for i, gradient in enumerate(merged):
-            if isinstance(gradient, tf.IndexedSlices):
-                scaled = tf.IndexedSlices(
-                    gradient.values * self.share(gradient.values.dtype), gradient.indices, gradient.dense_shape
-                )
-                gathered = self._reduction.gather(scaled, self.live, f"sparse gradient {i}")
-                # Rows that one process would bring once must not come once per task: optimizers tell the difference.
-                merged[i] = _summed(gathered) if are_unique(gradient.indices) else gathered
-        dense = [i for i, g in enumerate(merged) if g is not None and not isinstance(g, tf.IndexedSlices)]
+    def sum_with_moving(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
+        """Sums tensors over tasks; moving statistics that were not merged yet travel in the same message."""
         assert self._scope is not None
         moving = [(variable, old) for variable, old in self._moving if id(variable) not in self._scope.let_go]
         self._moving = []
-        changes = [self._scope.get_current_value(v) - old for v, old in moving]
-        parts = [self.weigh(merged[i]) for i in dense] + [self.weigh(change) for change in changes]
-        if not parts:
-            return merged
-        sums = self.sum(parts, "gradients")
-        for i, total in zip(dense, sums, strict=False):
-            merged[i] = total
-        for (variable, old), change in zip(moving, sums[len(dense) :], strict=True):
+        changes = [self.weigh(self._scope.get_current_value(v) - old) for v, old in moving]
+        if not tensors and not changes:
+            return []
+        sums = self.sum([*tensors, *changes], tag)
+        for (variable, old), change in zip(moving, sums[len(tensors) :], strict=True):
             self._scope.state_mapping[id(variable)] = old + change
-        return merged
+        return sums[: len(tensors)]
+
+    def max(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
+        """Returns the largest of each tensor's values over the tasks that have rows."""
+        lowest = [tf.where(self.live, t, t.dtype.min) for t in tensors]
+        with tf.control_dependencies(self._after):
+            return self._host.max(lowest, tag) if lowest else []
+
+    def gather(self, slices: tf.IndexedSlices, tag: str) -> tf.IndexedSlices:
+        """Returns the rows of all tasks that have some, in task order."""
+        if self._forbidden is not None:
+            raise self._forbidden(tag)
+        with tf.control_dependencies(self._after):
+            return self._reduction.gather(slices, self.live, tag)
+
+    def gather_rows(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
+        """Returns each tensor with the rows of all tasks, and a function that takes this task's rows of such a tensor.
+
+        What flows back from them on all tasks flows to the rows of each.
+        """
+        if self._forbidden is not None:
+            raise self._forbidden("rows of the whole batch")
+        start = tf.constant(0)
+
+        def gather(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+            nonlocal start
+            with tf.control_dependencies(self._after):
+                wholes, start = self._host.gather_rows(parts, self.live, "rows of the whole batch")
+            return wholes
+
+        def own_rows(whole: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
+            return whole[start : start + count]
+
+        @tf.custom_gradient
+        def with_gradient(*parts: tf.Tensor) -> Any:
+            def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
+                merged = [self.gradients.merged_moments(u) for u in upstream]
+                # A task without rows has a stand-in, to which nothing flows back.
+                return [
+                    tf.concat([own_rows(m, tf.where(self.live, tf.shape(p)[0], 0)), tf.zeros_like(p)], 0)[
+                        : tf.shape(p)[0]
+                    ]
+                    for m, p in zip(merged, parts, strict=True)
+                ]
+
+            return gather(parts), gradient
+
+        result = list(tensors)
+        floating = [i for i, t in enumerate(tensors) if t.dtype.is_floating]
+        others = [i for i, t in enumerate(tensors) if not t.dtype.is_floating]
+        for indices, call in ((floating, lambda parts: with_gradient(*parts)), (others, gather)):
+            if indices:
+                for i, whole in zip(indices, call([tensors[i] for i in indices]), strict=True):
+                    result[i] = whole
+        rows = tf.where(self.live, tf.shape(tensors[0])[0], 0)
+        return result, lambda whole: own_rows(whole, rows)
+
+    def wait_for(self, tensor: tf.Tensor) -> None:
+        """Sums that follow wait for this tensor, and no longer for an earlier one."""
+        self._after = [tensor]
+
+    def if_live(self, tensor: Any) -> tf.Tensor:
+        """Returns the tensor; of a task without rows exactly 0, whatever its stand-in row gave (even NaN)."""
+        tensor = tf.convert_to_tensor(tensor)
+        return tf.where(self.live, tensor, tf.zeros([], tensor.dtype))
+
+    def times_share(self, tensor: Any) -> tf.Tensor:
+        """Returns share x tensor; 1/3 of 16 bits would be a share of its own, so those are weighed in float32."""
+        tensor = tf.convert_to_tensor(tensor)
+        if tensor.dtype not in (tf.float16, tf.bfloat16):
+            return tensor * self.share(tensor.dtype)
+        return tf.cast(tf.cast(tensor, tf.float32) * self.share(tf.float32), tensor.dtype)
 
     def weigh(self, tensor: Any) -> tf.Tensor:
-        """Returns share x tensor; a task without rows adds exactly 0, whatever its stand-in row gave (even NaN)."""
-        tensor = tf.convert_to_tensor(tensor)
-        return tf.where(self.live, tensor * self.share(tensor.dtype), tf.zeros([], tensor.dtype))
-
-    def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: Any, variables: Any) -> Any:
-        """Runs `optimizer.apply` with the gradients of the whole batch.
-
-        The order is: sum over tasks, check finite, clip, accumulate, apply. With accumulation each task keeps its own
-        weighted sums, and they are added up over tasks once, just before clipping.
-        """
-        if self._applying:  # LossScaleOptimizer calls the optimizer inside it
-            return apply(optimizer, gradients, variables)
-        variables = None if variables is None else list(variables)
-        gradients = list(gradients)
-        build_in_scope(optimizer, variables)
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        self._deferred = bool(inner.gradient_accumulation_steps)
-        if self._deferred:
-            gradients = [None if g is None else self.weigh(g) for g in gradients]
-        else:
-            gradients = self._merge_gradients(gradients)
-        self._applying = True
-        try:
-            result = apply(optimizer, gradients, variables)
-        finally:
-            self._applying = False
-        if self._deferred:
-            # The sum sits in a tf.cond, which TensorFlow orders only by the variables that it writes: later sums
-            # must wait for one of them, or tasks could send in different orders.
-            written = variables or internals.trainable_variables(optimizer)
-            smallest = min(written, key=lambda v: math.prod(v.shape))
-            native = internals.native(smallest) if isinstance(smallest, keras.Variable) else smallest
-            self._after = [tf.identity(native)]
-            self._deferred = False
-        return result
-
-    def sum_accumulated(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Called just before clipping: accumulated gradients become those of the whole batch."""
-        if not self._deferred:
-            return gradients
-        present = [i for i, g in enumerate(gradients) if g is not None]
-        merged = list(gradients)
-        for i, total in zip(present, self.sum([gradients[i] for i in present], "accumulated gradients"), strict=True):
-            merged[i] = total
-        return merged
-
-    def all_finite(self, finite: tf.Tensor) -> tf.Tensor:
-        """Called where gradients are not yet summed: finite on all tasks?"""
-        if not self._deferred:
-            return finite
-        return self.sum([tf.cast(~finite, tf.float32)], "finite check")[0] == 0
+        """Returns share x tensor, exactly 0 of a task without rows."""
+        return self.if_live(self.times_share(tensor))
 
     # -- losses that are no mean over rows
 
@@ -314,13 +323,7 @@ class Step:
 
         @tf.custom_gradient
         def total(local: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            def gradient(upstream: tf.Tensor) -> tf.Tensor:
-                # Each task's loss weighs by its share, and so does what flows back from it.
-                share = self.share(upstream.dtype)
-                merged = self.sum([self.weigh(upstream)], "moments gradient")[0]
-                return tf.math.divide_no_nan(merged, share)
-
-            return self.sum([local], "moments")[0], gradient
+            return self.sum([local], "moments")[0], self.gradients.merged_moments
 
         sums = tf.stack([kept, tf.reduce_sum(tf.square(x), axes, keepdims=True)])
         sums = total(tf.where(self.live, sums, tf.zeros_like(sums)))

@@ -201,7 +201,7 @@ class SynchronousEngine:
         optimizer = model.optimizer
         with self.strategy.scope():
             if optimizer is not None and not optimizer.built:
-                for part in {id(o): o for o in (optimizer, getattr(optimizer, "inner_optimizer", optimizer))}.values():
+                for part in internals.optimizers_inside(optimizer):
                     internals.set_optimizer_strategy(part, self.strategy)  # compiled outside the scope
             try:
                 internals.symbolic_build(model, batch)
@@ -298,7 +298,8 @@ class SynchronousEngine:
             return function(data)
         metrics = _metric_variables(model)
         moving = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)] if training else []
-        step = Step(self.reduction, self._host, rows, total)
+        scales_loss = internals.has_stock_train_step(model)
+        step = Step(self.reduction, self._host, rows, total, scales_loss=scales_loss)
         with _whole_activity_losses(model, step) if self._activity_losses_are_sums else nullcontext():
             logs, states = step.run(function, data, metrics, moving)
         return _global_logs(step, model, metrics, states, logs or {})

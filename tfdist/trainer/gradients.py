@@ -1,0 +1,201 @@
+"""Gradients of a task's rows -> those of the whole batch, before Keras uses them.
+
+The order is: the loss weighs by the task's share, backward, sum over tasks, check finite, clip, accumulate, apply. The
+share goes into the loss where Keras scales it (`optimizer.scale_loss`), so that what flows back through the layers is
+what one process has: float16 overflows and rounds at the same places. A step of the user's own that never scales its
+loss, because its optimizer does not ask for it, weighs its gradients just before they are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.errors import UnsupportedError
+from tfdist.internals import keras as internals
+from tfdist.internals.tensorflow import are_unique, float16_terms
+
+if TYPE_CHECKING:
+    from tfdist.trainer.step import Step
+
+
+class Gradients:
+    """What one step does with gradients.
+
+    Args:
+        step: The step being traced.
+        scales_loss: Whether every loss of the step is known to pass `optimizer.scale_loss`, as in Keras' own
+            `train_step`; else only the optimizers that really scale can be trusted to have seen each loss.
+    """
+
+    def __init__(self, step: Step, *, scales_loss: bool) -> None:
+        self._step, self._scales_loss = step, scales_loss
+        self._applying = False  # inside the outermost optimizer.apply
+        self._deferred = False  # the optimizer accumulates: the sum comes later, in _clip_gradients
+        self._scaled: list[Any] = []  # optimizers whose loss was weighed before backward
+        self._merged_moments = False  # a backward pass through merged batch statistics was traced
+        self._applied_kinds: set[bool] = set()  # of each apply: was the loss weighed before backward?
+
+    def scale_loss(self, optimizer: Any, scale_loss: Callable[..., Any], loss: Any) -> Any:
+        """Runs `optimizer.scale_loss`, and weighs the loss by the task's share."""
+        scaled = scale_loss(optimizer, loss)
+        if not (self._scales_loss or internals.scales_loss(optimizer)):
+            return scaled
+        self._scaled.append(optimizer)
+        return self._step.times_share(scaled)
+
+    def merged_moments(self, upstream: tf.Tensor) -> tf.Tensor:
+        """Returns what flows back to every task from statistics that were merged over the tasks."""
+        self._merged_moments = True
+        step = self._step
+        if self._scaled:
+            return step.sum([step.if_live(upstream)], "moments gradient")[0]
+        # This task's gradients weigh by its share later, and so does what flows back from the others.
+        merged = step.sum([step.weigh(upstream)], "moments gradient")[0]
+        return tf.math.divide_no_nan(merged, step.share(upstream.dtype))
+
+    def apply(self, optimizer: Any, apply: Callable[..., Any], gradients: Any, variables: Any) -> Any:
+        """Runs `optimizer.apply` with the gradients of the whole batch.
+
+        With accumulation each task keeps its own weighted sums, and they are added up over tasks once, just before
+        clipping.
+        """
+        if self._applying:  # LossScaleOptimizer and MultiOptimizer call the optimizers inside them
+            result = apply(optimizer, gradients, variables)
+            self._wait_for_sums_inside(optimizer, variables)
+            return result
+        variables = None if variables is None else list(variables)
+        build_in_scope(optimizer, variables)
+        is_weighed = any(scaled is optimizer for scaled in self._scaled)
+        self._require_one_kind(is_weighed)
+        gradients = list(gradients)
+        known = variables or internals.trainable_variables(optimizer)
+        self._deferred = internals.accumulates(optimizer)
+        if self._deferred:
+            gradients = [self._weighed(g, v, is_weighed) for g, v in zip(gradients, known, strict=True)]
+        else:
+            gradients = self.merge(gradients, known, is_weighed)
+        self._applying = True
+        try:
+            result = apply(optimizer, gradients, variables)
+            self._wait_for_sums_inside(optimizer, variables)
+        finally:
+            self._applying = self._deferred = False
+        return result
+
+    def _require_one_kind(self, is_weighed: bool) -> None:
+        self._applied_kinds.add(is_weighed)
+        if self._merged_moments and len(self._applied_kinds) > 1:
+            raise UnsupportedError(
+                "the step scales the loss of one of its optimizers and not that of another, and its model has "
+                "BatchNormalization(synchronized=True), whose gradients can't then be told apart; use "
+                "LossScaleOptimizer for all optimizers of the step or for none"
+            )
+
+    def _wait_for_sums_inside(self, optimizer: Any, variables: Any) -> None:
+        """Sums that follow wait for the one that an accumulating optimizer has in a tf.cond.
+
+        TensorFlow orders a tf.cond only by the variables that it writes, so without this tasks could send in different
+        orders.
+        """
+        if not self._deferred:
+            return
+        written = list(variables or internals.trainable_variables(optimizer))
+        smallest = min(written, key=lambda v: math.prod(v.shape))
+        native = internals.native(smallest) if isinstance(smallest, keras.Variable) else smallest
+        self._step.wait_for(tf.identity(native))
+
+    # -- sums
+
+    def merge(self, gradients: Sequence[Any], variables: Sequence[Any] | None, is_weighed: bool) -> list[Any]:
+        """Returns the gradients of the whole batch; the moving statistics travel in the same message.
+
+        Args:
+            gradients: Of this task's rows; None where a variable has none.
+            variables: What they are the gradients of.
+            is_weighed: Whether the task's share is in them already.
+        """
+        step, merged = self._step, list(gradients)
+        largest = [i for i, v in enumerate(variables or ()) if internals.is_overwritten_by_gradient(v)]
+        for i, gradient in enumerate(merged):
+            if isinstance(gradient, tf.IndexedSlices):
+                gathered = step.gather(self._weighed(gradient, None, is_weighed), f"sparse gradient {i}")
+                # Rows that one process would bring once must not come once per task: optimizers tell the difference.
+                merged[i] = _summed(gathered) if are_unique(gradient.indices) else gathered
+        largest = [i for i in largest if merged[i] is not None]
+        dense = [i for i, g in enumerate(merged) if _is_dense(g) and i not in largest]
+        for i, value in zip(largest, step.max([merged[i] for i in largest], "float8 scales"), strict=True):
+            merged[i] = value
+        rounded = [float16_terms(merged[i]) for i in dense]
+        parts = [self._weighed(merged[i], None, is_weighed) for i in dense]
+        for i, total, terms in zip(dense, step.sum_with_moving(parts, "gradients"), rounded, strict=True):
+            merged[i] = _as_one_float16_sum(total, terms)
+        return merged
+
+    def sum_accumulated(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Called just before clipping: accumulated gradients become those of the whole batch."""
+        if not self._deferred:
+            return gradients
+        step, merged = self._step, list(gradients)
+        for i, gradient in enumerate(merged):
+            if isinstance(gradient, tf.IndexedSlices):  # beside an optimizer that accumulates, in a MultiOptimizer
+                merged[i] = step.gather(gradient, f"sparse gradient {i}")
+        present = [i for i, g in enumerate(merged) if _is_dense(g)]
+        for i, total in zip(present, step.sum([merged[i] for i in present], "accumulated gradients"), strict=True):
+            merged[i] = total
+        return merged
+
+    def all_finite(self, finite: tf.Tensor) -> tf.Tensor:
+        """Called where gradients are not yet summed: finite on all tasks?"""
+        if not self._deferred:
+            return finite
+        return self._step.sum([tf.cast(~finite, tf.float32)], "finite check")[0] == 0
+
+    def _weighed(self, gradient: Any, variable: Any, is_weighed: bool) -> Any:
+        """Returns this task's term of the sum."""
+        if gradient is None or (variable is not None and internals.is_overwritten_by_gradient(variable)):
+            return gradient
+        weigh = self._step.if_live if is_weighed else self._step.weigh
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(weigh(gradient.values), gradient.indices, gradient.dense_shape)
+        return weigh(gradient)
+
+
+def build_in_scope(optimizer: Any, variables: Any) -> None:
+    """Builds an optimizer that a custom `train_step` uses for the first time, while that step is traced."""
+    if optimizer.built or variables is None:
+        return
+    scope = internals.optimizer_strategy(optimizer).scope()
+    with internals.outside_stateless_scope(), tf.init_scope(), scope:
+        optimizer.build(variables)
+        optimizer.built = True
+
+
+def _is_dense(gradient: Any) -> bool:
+    return gradient is not None and not isinstance(gradient, tf.IndexedSlices)
+
+
+def _summed(slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns the same gradient with each row once."""
+    indices, positions = tf.unique(slices.indices)
+    values = tf.math.unsorted_segment_sum(slices.values, positions, tf.shape(indices)[0])
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def _as_one_float16_sum(total: tf.Tensor, terms: str) -> tf.Tensor:
+    """Returns a sum of what float16 layers gave to float32 variables as if one float16 sum had made it.
+
+    One process adds up all rows in float16, which overflows where the parts of the tasks do not yet.
+
+    Args:
+        total: The sum over tasks.
+        terms: As `float16_terms` says it of this task's part.
+    """
+    if terms == "none":
+        return total
+    one_sum = tf.cast(tf.cast(total, tf.float16), total.dtype)
+    return one_sum if terms == "all" else tf.where(tf.math.is_inf(one_sum), one_sum, total)
