@@ -133,7 +133,8 @@ def write(
         (new / MANIFEST).write_text(_text(manifest), encoding="utf-8")
 
     try:
-        files.write(path, write_files, last=MANIFEST)
+        size = saving.size_of(v for variables in groups.values() for v in variables)
+        files.write(path, write_files, last=MANIFEST, size=size)
     except SaveError:
         raise
     except Exception as error:

@@ -36,19 +36,35 @@ def local(path: str) -> Path:
     return Path(path.removeprefix("file://"))
 
 
-def write(path: str, write: Callable[[str], object], *, last: str = "") -> None:
+def write(path: str, write: Callable[[str], object], *, last: str = "", size: int = 0) -> None:
     """Calls `write` with a path beside `path`, and puts what it wrote in the place of what was there.
+
+    Where the path is a symbolic link, what it points to is replaced, and the link stays.
 
     Args:
         path: A file or folder, local or remote.
         write: Writes one file or folder at the path that it gets.
         last: The file of a folder whose presence says that the folder is whole: a remote folder can't be renamed, so
             there it goes first and comes last.
+        size: How many bytes will be written at least, where that is known: HDF5 ends the process when a disk is full.
+
+    Raises:
+        SaveError: The disk has less space than that.
     """
     if is_remote(path):
         _write_remote(path, write, last)
-    else:
-        _write_local(local(path), write)
+        return
+    target = Path(os.path.realpath(local(path)))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _put_back(target)
+    _remove(_beside(target))
+    _require_space(target.parent, size)
+    _write_local(target, write)
+
+
+def is_unfinished(path: str) -> bool:
+    """Returns whether a path is one that `write` gave away, so that what is written there is not seen yet."""
+    return _LEFT_BEHIND.match(_name(path)) is not None
 
 
 def remove(path: str, *, first: str = "") -> None:
@@ -106,12 +122,7 @@ def _name(path: str) -> str:
 
 
 def _write_local(path: Path, write: Callable[[str], object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _put_back(path)
-    # One fixed name per target: what a kill leaves behind, the next write takes over. Keras looks at the suffix.
-    suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), "")
-    beside = path.parent / f".{path.name}.tfdist-new{suffix}"
-    _remove(beside)
+    beside = _beside(path)
     try:
         write(str(beside))
         _sync(beside)
@@ -124,6 +135,18 @@ def _write_local(path: Path, write: Callable[[str], object]) -> None:
         with contextlib.suppress(OSError):
             _remove(beside)
         raise
+
+
+def _beside(path: Path) -> Path:
+    # One fixed name per target: what a kill leaves behind, the next write takes over. Keras looks at the suffix.
+    suffix = next((suffix for suffix in _SUFFIXES if path.name.endswith(suffix)), "")
+    return path.parent / f".{path.name}.tfdist-new{suffix}"
+
+
+def _require_space(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise SaveError(f"{folder} has {free:,} bytes of free space, and {size:,} are to be written; make room there")
 
 
 def _swap_folder(new: Path, path: Path) -> None:

@@ -18,12 +18,14 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import h5py  # type: ignore[import-untyped]
 import keras
 import numpy as np
 import tensorflow as tf
@@ -47,11 +49,13 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) ->
         model: A Keras model.
         path: Ends with `.keras` (architecture, weights, optimizer), `.weights.h5` (weights and optimizer), `.h5`
             (Keras' old format, from which the optimizer's state does not come back), or with no suffix for a SavedModel
-            folder. May be remote where TensorFlow can write, e.g. `gs://bucket/model.keras`.
+            folder, which replaces an older one and nothing else. May be remote where TensorFlow can write, e.g.
+            `gs://bucket/model.keras`. Of a symbolic link the target is written.
         overwrite: Whether a file that is already there may be replaced.
 
     Raises:
-        SaveError: The suffix is unknown, the file exists and `overwrite` is false, or it could not be written.
+        SaveError: The suffix is unknown, the file exists and `overwrite` is false, the folder holds something else than
+            a SavedModel, or it could not be written.
 
     Example:
         >>> tfdist.save(model, "model.keras")
@@ -63,8 +67,10 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) ->
         return path
     if not overwrite and tf.io.gfile.exists(path):
         raise SaveError(f"{path} exists; pass overwrite=True to replace it, or another path")
+    if not _is_file(path):
+        _require_replaceable(path)
     try:
-        files.write(path, write)
+        files.write(path, write, size=size_of(getattr(model, "weights", ())))
     except SaveError:
         raise
     except Exception as error:
@@ -77,9 +83,11 @@ def save(model: Any, path: str | os.PathLike[str], *, overwrite: bool = True) ->
 def _writer(model: Any, path: str) -> Callable[[str], None]:
     """Returns the function that writes this kind of file."""
     name = path.rstrip("/").rsplit("/", 1)[-1]
+    if name in ("", ".", ".."):
+        raise SaveError(f"{path!r} names no file; give one, such as 'model.keras'")
     if name.endswith(".weights.h5"):
         return lambda target: model.save_weights(target, overwrite=True)
-    if name.endswith((".keras", ".h5")):
+    if _is_file(path):
 
         def save_model(target: str) -> None:
             with internals.keeping_optimizer(model):
@@ -92,6 +100,24 @@ def _writer(model: Any, path: str) -> Callable[[str], None]:
             "SavedModel folder"
         )
     return lambda target: model.export(target, verbose=False)
+
+
+def _is_file(path: str) -> bool:
+    return path.rstrip("/").endswith((".keras", ".h5"))
+
+
+def _require_replaceable(path: str) -> None:
+    """Raises SaveError where a SavedModel would replace what is none: a folder goes whole, with all that is in it."""
+    if tf.io.gfile.isdir(path):
+        names = [name.rstrip("/") for name in tf.io.gfile.listdir(path)]
+        if names and "saved_model.pb" not in names:
+            inside = os.path.join(path, "exported")
+            raise SaveError(
+                f"{path} is a folder that holds something else ({_some(sorted(names))}), and a SavedModel would "
+                f"replace all of it; name a new folder, such as {inside!r}, or add .keras for a file"
+            )
+    elif tf.io.gfile.exists(path):
+        raise SaveError(f"{path} is a file, and a SavedModel is a folder; remove it, or name another")
 
 
 def load(
@@ -133,13 +159,20 @@ def load(
         )
     strategy = strategy or _strategy()
     objects = None if custom_objects is None else dict(custom_objects)
-    with _same_file(path) as here, contextlib.nullcontext() if strategy is None else strategy.scope():
-        model = keras.models.load_model(
-            here,
-            custom_objects=objects,
-            compile=compile,
-            safe_mode=safe_mode,
-        )
+    with (
+        _same_file(path, holds_model=True) as here,
+        contextlib.nullcontext() if strategy is None else strategy.scope(),
+    ):
+        try:
+            model = keras.models.load_model(here, custom_objects=objects, compile=compile, safe_mode=safe_mode)
+        except ValueError as error:
+            # Compiled with "mse", say: the file then names a function that Keras does not find by that name.
+            if not (compile and name.endswith(".h5") and "Could not deserialize" in str(error)):
+                raise
+            raise LoadError(
+                f"{path}: Keras can not compile the model as this .h5 file says ({error}); load it with compile=False, "
+                "and compile it yourself, or save it as .keras"
+            ) from error
     _require_same(model, path)
     if name.endswith(".h5") and getattr(model, "optimizer", None) is not None and process.is_chief():
         # legacy_h5_format.load_model_from_hdf5 builds the optimizer for none of the layers' variables.
@@ -186,6 +219,11 @@ def values_of(variables: Iterable[Any]) -> list[np.ndarray]:
     return [np.asarray(local_component(internals.native(variable)).numpy()) for variable in variables]
 
 
+def size_of(variables: Iterable[Any]) -> int:
+    """Returns the bytes that the values of Keras variables take."""
+    return sum(math.prod(variable.shape) * tf.as_dtype(variable.dtype).size for variable in variables)
+
+
 def digest(arrays: Iterable[np.ndarray]) -> str:
     """Returns the SHA-256 of the arrays' bytes, in hexadecimal."""
     sha = hashlib.sha256()
@@ -220,7 +258,7 @@ def _strategy() -> Any:
 
 
 @contextlib.contextmanager
-def _same_file(path: str) -> Any:
+def _same_file(path: str, *, holds_model: bool = False) -> Any:
     """Gives a local path to read, on every task; or raises on every task, before any has made a variable."""
     with contextlib.ExitStack() as stack:
         identity, here = {"sha256": ""}, Path()
@@ -228,23 +266,39 @@ def _same_file(path: str) -> Any:
             if not tf.io.gfile.exists(path):
                 raise LoadError("there is no such file")
             here = stack.enter_context(files.reading(path))
-            identity["sha256"] = _identity(here)
+            identity["sha256"] = _identity(here, holds_model)
         except Exception as error:
             identity["error"] = str(error) or type(error).__name__
         _require_good(path, identity)
         yield here
 
 
-def _identity(path: Path) -> str:
+def _identity(path: Path, holds_model: bool) -> str:
     """Returns a hash that differs for other contents; reads all of the file, so a broken one is found here."""
     if path.is_dir():
         raise LoadError("it is a folder")
-    if not path.name.endswith(".keras"):
-        with open(path, "rb") as file:
-            sha = hashlib.sha256()
-            while block := file.read(1 << 20):
-                sha.update(block)
-        return sha.hexdigest()
+    return _identity_of_keras(path) if path.name.endswith(".keras") else _identity_of_h5(path, holds_model)
+
+
+def _identity_of_h5(path: Path, holds_model: bool) -> str:
+    try:
+        with h5py.File(path, "r") as file:
+            if holds_model and "model_config" not in file.attrs:
+                raise LoadError(
+                    "it holds no model; for weights make the model and use tfdist.load_weights(model, path)"
+                )
+    except LoadError:
+        raise
+    except OSError as error:
+        raise LoadError(f"it is no whole HDF5 file ({error})") from error
+    sha = hashlib.sha256()
+    with open(path, "rb") as data:
+        while block := data.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
+
+
+def _identity_of_keras(path: Path) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
@@ -255,6 +309,8 @@ def _identity(path: Path) -> str:
         raise LoadError(f"it is no whole .keras file ({error})") from error
     if broken is not None:
         raise LoadError(f"it is broken: {broken} in it does not have its checksum")
+    if "config.json" not in [name for name, *_ in members]:
+        raise LoadError("it is a zip file, and no .keras file: there is no config.json in it")
     return hashlib.sha256(json.dumps(members).encode()).hexdigest()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import zipfile
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -89,6 +91,51 @@ def test_a_folder_in_the_place_of_a_file_is_refused_and_stays(model, tmp_path):
         tfdist.save(model, tmp_path / "m.keras")
     assert (tmp_path / "m.keras" / "precious").read_text() == "x"
     assert [p.name for p in tmp_path.iterdir()] == ["m.keras"]
+
+
+def test_a_folder_that_is_no_saved_model_is_never_replaced_by_one(model, tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(SaveError, match=r"run is a folder that holds something else \(checkpoints\).*run/exported'"):
+        tfdist.save(model, tmp_path / "run")
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(SaveError, match="notes is a file, and a SavedModel is a folder"):
+        tfdist.save(model, tmp_path / "notes")
+    assert (tmp_path / "run" / "checkpoints").is_dir()
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
+def test_an_empty_folder_takes_a_saved_model(model, tmp_path):
+    (tmp_path / "new").mkdir()
+    tfdist.save(model, tmp_path / "new")
+    assert (tmp_path / "new" / "saved_model.pb").exists()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "deep/.."])
+def test_a_path_that_names_no_file_is_refused(name, model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SaveError, match="names no file"):
+        tfdist.save(model, name)
+
+
+@pytest.mark.parametrize("name", ["m.keras", "m"])
+def test_a_link_stays_and_what_it_points_to_is_written(name, model, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / name).symlink_to(tmp_path / "disk" / name)
+    for _ in range(2):
+        tfdist.save(model, tmp_path / name)
+    assert (tmp_path / name).is_symlink()
+    assert [p.name for p in (tmp_path / "disk").iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["m.keras", "m.weights.h5", "m.h5", "m"])
+def test_a_disk_without_room_is_an_error_before_anything_is_written(name, model, tmp_path, monkeypatch):
+    """HDF5 ends the process with a segmentation fault where a disk is full while it writes."""
+    tfdist.save(model, tmp_path / name)
+    before = sorted(tmp_path.rglob("*"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=100, used=89, free=11))
+    with pytest.raises(SaveError, match="has 11 bytes of free space, and 12 are to be written"):
+        tfdist.save(model, tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["m.keras", "m.weights.h5", "exported"])
@@ -201,6 +248,11 @@ def test_load_weights_gives_a_new_optimizer_its_state(name, model, strategy, tmp
         ("cut.keras", r"cut\.keras can not be loaded: it is no whole"),
         ("changed.keras", r"changed\.keras can not be loaded: it is broken: config\.json"),
         ("folder.keras", r"folder\.keras can not be loaded: it is a folder"),
+        ("foreign.keras", r"foreign\.keras can not be loaded: it is a zip file, and no \.keras file"),
+        ("text.h5", r"text\.h5 can not be loaded: it is no whole HDF5 file"),
+        ("cut.h5", r"cut\.h5 can not be loaded: it is no whole HDF5 file"),
+        ("weights.h5", r"weights\.h5 can not be loaded: it holds no model; .*tfdist\.load_weights"),
+        ("m.h5", r"m\.h5: Keras can not compile.*compile=False"),
     ],
 )
 def test_load_says_what_is_wrong_with_a_file(name, says, model, strategy, tmp_path):
@@ -212,6 +264,12 @@ def test_load_says_what_is_wrong_with_a_file(name, says, model, strategy, tmp_pa
     changed[data.index(b"config.json") + 60] ^= 1
     (tmp_path / "changed.keras").write_bytes(changed)
     (tmp_path / "folder.keras").mkdir()
+    zipfile.ZipFile(tmp_path / "foreign.keras", "w").close()
+    (tmp_path / "text.h5").write_text("text")
+    for saved, name_there in (("m.weights.h5", "weights.h5"), ("m.h5", "m.h5")):
+        tfdist.save(model, tmp_path / saved)
+        (tmp_path / name_there).write_bytes((tmp_path / saved).read_bytes())
+    (tmp_path / "cut.h5").write_bytes((tmp_path / "m.h5").read_bytes()[:-100])
     with pytest.raises(LoadError, match=says):
         tfdist.load(tmp_path / name)
 
