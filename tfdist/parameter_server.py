@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfdist import process
+from tfdist import devices, process
 from tfdist.cluster import TFConfig
 from tfdist.collectives import Group
 from tfdist.trainer import dispatch
@@ -48,6 +48,7 @@ def serve(config: TFConfig, group: Group) -> NoReturn:
         job_name=config.task.type,
         task_index=config.task.index,
         protocol=resolver.rpc_layer,
+        config=devices.server_config(),
         start=True,
     )
     process.report("phase", phase="connected")
@@ -63,5 +64,5 @@ def _resolver(config: TFConfig) -> Any:
         task_type=config.task.type,
         task_id=config.task.index,
         rpc_layer="grpc",
-        num_accelerators={"GPU": len(tf.config.list_physical_devices("GPU"))},
+        num_accelerators={"GPU": len(tf.config.get_visible_devices("GPU"))},
     )

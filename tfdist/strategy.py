@@ -202,7 +202,7 @@ def _create_parameter_server(
     from tfdist import devices, parameter_server
 
     _check_first("parameter_server")
-    devices.configure(several=True)
+    devices.configure(several=True, computes=config.trains)
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     if seed is not None:
