@@ -30,6 +30,7 @@ _HOME = {
     "save": "tfdist.saving",
     "testing": "tfdist.testing",
 }
+    "whole_batch": "tfdist.trainer.whole_batch",
 __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:

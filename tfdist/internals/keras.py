@@ -110,7 +110,7 @@ SEED_NEXT = _name("random.seed_generator", "SeedGenerator.next", "each task draw
 BATCH_NORM_MOMENTS = _name(
     "layers.normalization.batch_normalization",
     "BatchNormalization._moments",
-    "synchronized=True behind a mask is not synchronized",
+    "synchronized=True behind a mask, which Keras does not synchronize",
 )
 MOMENTS_SYNC = _name("backend.tensorflow.nn", "_compute_moments_sync", "synchronized batch statistics")
 OVERRIDDEN = (

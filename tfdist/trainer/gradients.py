@@ -43,6 +43,10 @@ class Gradients:
     def scale_loss(self, optimizer: Any, scale_loss: Callable[..., Any], loss: Any) -> Any:
         """Runs `optimizer.scale_loss`, and weighs the loss by the task's share."""
         scaled = scale_loss(optimizer, loss)
+        if getattr(scaled.shape, "rank", 0) != 0:
+            # One value per row (reduction=None), whose gradient is their sum: this task's rows are a part of it.
+            self._scaled.append(optimizer)
+            return scaled
         if not (self._scales_loss or internals.scales_loss(optimizer)):
             return scaled
         self._scaled.append(optimizer)

@@ -11,10 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
-from tfdist.trainer.gradients import build_in_scope
 from tfdist.trainer import whole_batch
+from tfdist.trainer.gradients import build_in_scope
 from tfdist.trainer.step import active
 from tfdist.trainer.trying import recorded
 
@@ -141,12 +140,10 @@ def _next_seed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _batch_norm_moments(original: Callable[..., Any]) -> Callable[..., Any]:
     def moments(self: Any, inputs: Any, mask: Any) -> Any:
-        if active() is not None and mask is not None and self.synchronized:
-            raise UnsupportedError(
-                f"{self.name}: BatchNormalization(synchronized=True) behind a mask is not synchronized in Keras; use "
-                "synchronized=False, or no mask before it"
-            )
-        return original(self, inputs, mask)
+        step = active()
+        if step is None or mask is None or not self.synchronized:
+            return original(self, inputs, mask)
+        return step.masked_moments(inputs, mask, self._reduction_axes)
 
     return moments
 

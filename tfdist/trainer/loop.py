@@ -91,7 +91,7 @@ def fit(
         callbacks.on_train_begin()
         # After on_train_begin, where BackupAndRestore loads: on the chief only.
         engine.agreement.share_variables(model, optimizer=True)
-        engine.check_metrics(model, data)
+        engine.try_functions(model, lambda: data.peek()[0])
         first_epoch = engine.agreement.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
         if verbose != 0:
             _log_plan(engine, data)
@@ -149,7 +149,7 @@ def evaluate(
         engine.agreement.require_same("evaluate", data.summary(""))
         engine.prepare(model, data.source.element_spec, training=False)
         engine.agreement.share_variables(model, optimizer=False)
-        engine.check_metrics(model, data)
+        engine.try_functions(model, lambda: data.peek()[0])
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         logs = _evaluate(engine, model, data, callbacks)
     return logs if return_dict else internals.metrics_in_order(model, logs)

@@ -1,77 +1,128 @@
-"""Metrics of the user's own that can't be added up over tasks are found before they show a wrong number.
+"""States of metrics, one of each task -> those of all rows.
 
-Each task keeps a metric's state for its own rows, and the states of all tasks are summed. That is right for counts,
-sums and histograms, which is what every metric of Keras keeps, and wrong for a maximum or the last value seen. Nothing
-in a class tells which it is, so the first rows are tried: two halves, summed, must give what they give together.
+Each task keeps a metric's state for its own rows alone, and the states are merged where a number is shown: in batch
+logs, epoch logs and what `evaluate` returns. Counts, sums and histograms, which is what every metric of Keras keeps,
+add up. A metric whose state does not (a maximum, the last value, a sample of rows) says how it is merged:
+
+    class Largest(keras.metrics.Metric):
+        def merge_states(self, states):
+            # One entry per task, in task order; each holds a value for every variable of the metric, in their order.
+            # A task that has seen no row yet brings what reset_state() leaves.
+            return [keras.ops.max(keras.ops.stack([value for (value,) in states]))]
+
+`merge_states` returns one value per variable, by operations of `keras.ops` or TensorFlow, since it runs inside the
+step. It must be right for states that were counted up separately, each from a reset, whatever their number. With
+`trying.py` the first rows of the data are tried: two parts, merged, must give what they give together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import keras as internals
-from tfdist.trainer.step import CaptureScope
 
-# Sums of float32 in another order; a state that is no sum is off by far more.
-TOLERANCE = 1e-3
+HOOK = "merge_states"
 
 
-def not_additive(model: Any, first_rows: Callable[[], Any]) -> list[str]:
-    """Returns the names of the model's own metrics whose states can't be summed.
-
-    Args:
-        model: A built and compiled model.
-        first_rows: Returns some rows of the model's data, one or more; called only where there is something to try.
-    """
-    custom = [metric for metric in _flat(model.metrics) if not type(metric).__module__.startswith("keras.")]
-    if not custom:
-        return []
-    x, y, weight = internals.UNPACK.find()(first_rows())
-    rows = int(tf.shape(tf.nest.flatten(x)[0])[0])
-    # The same rows twice over, so that there are two halves of one row or more.
-    x, y, weight = (_map(lambda t: tf.concat([t, t], 0), part) for part in (x, y, weight))
-    y_pred = model(x, training=False)
-    every = [v for metric in _flat(model.metrics) for v in metric.variables]
-
-    def states(first: int, last: int) -> dict[int, np.ndarray]:
-        """The states after these rows alone."""
-
-        def part(value: Any) -> Any:
-            return _map(lambda t: t[first:last], value)
-
-        with CaptureScope([(v, tf.zeros(v.shape, v.dtype)) for v in every]) as scope:
-            model.reset_metrics()
-            if first != last:
-                model.compute_metrics(part(x), part(y), part(y_pred), sample_weight=part(weight))
-            return {id(v): np.asarray(scope.get_current_value(v), "float64") for v in every}
-
-    none, whole = states(0, 0), states(0, 2 * rows)
-    halves = [states(0, rows), states(rows, 2 * rows)]
-    wrong = []
-    for metric in custom:
-        for variable in metric.variables:
-            key = id(variable)
-            summed = halves[0][key] + halves[1][key]
-            # A state that does not start at zero would be counted once per task.
-            if np.any(none[key] != 0) or not np.allclose(summed, whole[key], rtol=TOLERANCE, atol=1e-5):
-                wrong.append(metric.name)
-                break
-    return wrong
-
-
-def _flat(metrics: Any) -> list[Any]:
-    """The metrics inside Keras' own containers."""
+def flat(metrics: Any) -> list[Any]:
+    """Returns the metrics inside Keras' own containers."""
     found: list[Any] = []
     for metric in metrics:
         inner = internals.metrics_inside(metric)
-        found += _flat(inner) if inner is not None else [metric]
+        found += flat(inner) if inner is not None else [metric]
     return found
 
 
-def _map(function: Any, value: Any) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else function(leaf), value)
+def groups(metrics: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yields variables that are merged together, with the metric that merges them, or None where they add up.
+
+    A metric that holds others without a hook of its own leaves it to theirs.
+    """
+    for metric in flat(metrics):
+        if hasattr(metric, HOOK):
+            yield metric, list(metric.variables)
+            continue
+        inside = internals.metrics_of(metric)
+        theirs = {id(variable) for one in inside for variable in one.variables}
+        yield None, [variable for variable in metric.variables if id(variable) not in theirs]
+        yield from groups(inside)
+
+
+class States:
+    """How the states of a model's metrics cross tasks: all travel in one sum.
+
+    Args:
+        metrics: `model.metrics`.
+        index: This task's position.
+        size: Number of tasks.
+        starts: (variable, value) of those that are not zero after a reset: what is added to them adds up.
+
+    Attributes:
+        variables: Of all metrics, each once.
+    """
+
+    def __init__(
+        self, metrics: Any, index: int, size: int, starts: Sequence[tuple[Any, np.ndarray[Any, Any]]] = ()
+    ) -> None:
+        self._index, self._size = index, size
+        seen: set[int] = set()
+        self._groups: list[tuple[Any, list[Any]]] = []
+        for metric, variables in groups(metrics):
+            mine = [variable for variable in variables if id(variable) not in seen]
+            seen |= {id(variable) for variable in mine}
+            self._groups.append((metric, mine))
+        self._starts = {id(variable): start for variable, start in starts}
+        self.variables = [variable for _, variables in self._groups for variable in variables]
+
+    def to_sum(self, states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns what this task adds to the sum."""
+        return [
+            self._in_own_place(state) if metric is not None else state - self._start(variable, state.dtype)
+            for (metric, variable), state in zip(self._each(), states, strict=True)
+        ]
+
+    def merged(self, sums: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns the states of all rows from the sums."""
+        rest = iter(sums)
+        result: list[tf.Tensor] = []
+        for metric, variables in self._groups:
+            mine = [next(rest) for _ in variables]
+            if metric is None:
+                result += [s + self._start(v, s.dtype) for v, s in zip(variables, mine, strict=True)]
+            else:
+                typed = [tf.cast(s, v.dtype) for v, s in zip(variables, mine, strict=True)]
+                result += merge(metric, [[values[task] for values in typed] for task in range(self._size)])
+        return result
+
+    def _each(self) -> Iterator[tuple[Any, Any]]:
+        return ((metric, variable) for metric, variables in self._groups for variable in variables)
+
+    def _start(self, variable: Any, dtype: tf.DType) -> Any:
+        start = self._starts.get(id(variable))
+        return tf.zeros([], dtype) if start is None else tf.constant(start, dtype)
+
+    def _in_own_place(self, state: tf.Tensor) -> tf.Tensor:
+        """The state in a row of its own, so that the sum over tasks holds them all."""
+        state = tf.cast(state, tf.int32) if state.dtype == tf.bool else state
+        nothing = tf.zeros_like(state)
+        return tf.stack([state if task == self._index else nothing for task in range(self._size)])
+
+
+def merge(metric: Any, states: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]:
+    """Returns what the metric's own hook makes of the states, as tensors of its variables' dtypes.
+
+    Raises:
+        ValueError: The hook returns another number of values than the metric has variables.
+    """
+    values = list(metric.merge_states([list(state) for state in states]))
+    variables = metric.variables
+    if len(values) != len(variables):
+        raise ValueError(
+            f"the metric {metric.name}: merge_states() returned {len(values)} values for {len(variables)} variables "
+            f"({', '.join(variable.name for variable in variables)}); return one for each, in this order"
+        )
+    return [tf.cast(tf.convert_to_tensor(value), v.dtype) for v, value in zip(variables, values, strict=True)]

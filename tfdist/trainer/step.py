@@ -320,19 +320,39 @@ class Step:
         """Returns mean and variance over the rows of all tasks (synchronized BatchNormalization)."""
         kept = tf.reduce_sum(x, axes, keepdims=True)
         count = tf.cast(tf.size(x) // tf.size(kept), x.dtype)
-
-        @tf.custom_gradient
-        def total(local: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            return self.sum([local], "moments")[0], self.gradients.merged_moments
-
-        sums = tf.stack([kept, tf.reduce_sum(tf.square(x), axes, keepdims=True)])
-        sums = total(tf.where(self.live, sums, tf.zeros_like(sums)))
-        rows = self.sum([tf.where(self.live, count, tf.zeros_like(count))], "moments count")[0]
+        sums = self._total(tf.stack([kept, tf.reduce_sum(tf.square(x), axes, keepdims=True)]))
+        rows = self.sum([self.if_live(count)], "moments count")[0]
         mean = sums[0] / rows
         variance = tf.maximum(sums[1] / rows - tf.square(mean), 0)
         if not keepdims:
             mean, variance = tf.squeeze(mean, axes), tf.squeeze(variance, axes)
         return mean, variance
+
+    def masked_moments(self, x: tf.Tensor, mask: tf.Tensor, axes: Sequence[int]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns mean and variance over what the mask leaves of the rows of all tasks, as Keras forms them of one.
+
+        Args:
+            x: [rows, ..., channels].
+            mask: [rows, ...]; true where a value counts.
+            axes: All but the channels'.
+        """
+        valid = tf.broadcast_to(tf.cast(mask, tf.bool)[..., tf.newaxis], tf.shape(x))
+        epsilon = tf.cast(keras.backend.epsilon(), x.dtype)
+        count = tf.reduce_sum(tf.cast(valid, x.dtype), axes, keepdims=True)
+        total = self.sum([self.if_live(count)], "masked moments count")[0] + epsilon
+        mean = self._total(tf.reduce_sum(tf.where(valid, x, 0), axes, keepdims=True)) / total
+        squares = tf.square(tf.where(valid, x - mean, 0))
+        variance = self._total(tf.reduce_sum(squares, axes, keepdims=True)) / total
+        return tf.squeeze(mean), tf.squeeze(variance)
+
+    def _total(self, local: tf.Tensor) -> tf.Tensor:
+        """The sum over tasks; what flows back from it on all tasks flows to each."""
+
+        @tf.custom_gradient
+        def total(local: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            return self.sum([local], "moments")[0], self.gradients.merged_moments
+
+        return total(tf.where(self.live, local, tf.zeros_like(local)))
 
     def own_seed(self, seed: tf.Tensor) -> tf.Tensor:
         """Returns a seed of this task's own; the common state stays the same everywhere."""

@@ -24,14 +24,16 @@ from tfdist.collectives import Group
 from tfdist.errors import MismatchError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
-from tfdist.trainer.agreement import Agreement
+from tfdist.trainer.agreement import Agreement, shared_variables
 from tfdist.trainer.function import StepFunction, Steps
 from tfdist.trainer.inputs import Input
-from tfdist.trainer.metrics import not_additive
+from tfdist.trainer.metrics import HOOK, States
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.refusals import refuse
 from tfdist.trainer.sources import slice_batch, stand_in
 from tfdist.trainer.step import CaptureScope, Step
+from tfdist.trainer.trying import Trial
+from tfdist.trainer.whole_batch import mark
 from tfdist.trainer.xla import UntilNotCompilable, can_split, split_step
 
 logger = logging.getLogger(__name__)
@@ -83,6 +85,7 @@ class SynchronousEngine:
     def errors(self) -> Iterator[None]:
         """Raises what the group said where TensorFlow only says that an op failed; no strategy is seen inside."""
         through_group = [r for r in (self.reduction, self._host) if isinstance(r, ThroughGroup)]
+        before = [reduction.is_quiet for reduction in through_group]  # a callback may call evaluate inside fit
         try:
             for reduction in through_group:
                 reduction.is_quiet = True
@@ -96,8 +99,8 @@ class SynchronousEngine:
         except MismatchError as error:
             raise _with_hint(error) from None
         finally:
-            for reduction in through_group:
-                reduction.is_quiet = False
+            for reduction, was_quiet in zip(through_group, before, strict=True):
+                reduction.is_quiet = was_quiet
 
     def summary(self, model: Any) -> dict[str, Any]:
         """What of a model must be the same on every task, known before its optimizer's variables are made.
@@ -115,11 +118,12 @@ class SynchronousEngine:
 
     def shared_variables(self, model: Any) -> list[Any]:
         """The variables that are the same on every task between two steps."""
-        optimizer = model.optimizer
-        kept = [] if optimizer is None else internals.accumulators(optimizer)
-        apart = {id(variable) for variable in kept}
-        every = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
-        return [variable for variable in every if id(variable) not in apart]
+        return shared_variables(model)
+
+    def small_variables(self, model: Any) -> list[Any]:
+        """The optimizer's single numbers, such as the learning rate, that are the same on every task."""
+        mine = {id(variable) for variable in ([] if model.optimizer is None else model.optimizer.variables)}
+        return [v for v in shared_variables(model) if id(v) in mine and tuple(v.shape) == ()]
 
     def progress(self, step: int) -> None:
         """Notes that a step has ended, for messages and the launcher."""
@@ -166,6 +170,7 @@ class SynchronousEngine:
         self.agreement.require_same("the batch", self.summary(model))
         self.prepare(model, spec, training=training)
         self.agreement.share_variables(model, optimizer=training)
+        self.try_functions(model, lambda: data)
         self.warn(model)
         object.__setattr__(model, "_tfdist_prepared", state)
 
@@ -212,23 +217,41 @@ class SynchronousEngine:
         if self.size > 1:
             refuse(model)
 
-    def check_metrics(self, model: Any, data: Input) -> None:
-        """Refuses metrics whose states can't be summed over tasks; tried once for each compile.
+    def try_functions(self, model: Any, first_rows: Callable[[], Any]) -> None:
+        """Finds losses and metrics whose parts do not add up, once for each compile.
+
+        Functions see the whole batch from then on.
+
+        Args:
+            first_rows: Returns this task's rows of a batch; called only where there is something to try.
 
         Raises:
-            UnsupportedError: On every task, if it is so on any.
+            UnsupportedError: A metric's state can't be merged; on every task, if it is so on any.
         """
-        compiled = internals.compiled_metrics(model)
-        if self.size == 1 or compiled is None or model.__dict__.get("_tfdist_checked") is compiled:
+        compiled = internals.compiled_metrics(model), internals.compiled_loss(model)
+        tried = model.__dict__.get("_tfdist_tried", (None, None))
+        if self.size == 1 or all(a is b for a, b in zip(tried, compiled, strict=True)):
             return
-        wrong = not_additive(model, lambda: _without_optionals(data.peek()[0]))
-        if self.agreement.any(bool(wrong), "metrics"):
-            raise UnsupportedError(
-                f"the metric {' and '.join(wrong) or '(of another task)'} keeps a state that is no sum over rows, so "
-                "the tasks' states can't be added up; keep sums and counts that start at zero and form the number in "
-                "result(), or compute it from predict() in a callback"
+        trial = Trial(model, lambda: _without_optionals(first_rows()))
+        if trial:
+            for function, is_whole in zip(trial.functions, trial.need_the_whole_batch(), strict=True):
+                if self.agreement.any(is_whole, f"loss {function.name}"):
+                    self._have_it_see_the_whole_batch(function)
+            wrong = trial.what_is_wrong()
+            if self.agreement.any(bool(wrong), "metrics"):
+                raise UnsupportedError(_cannot_be_merged(wrong))
+            object.__setattr__(model, "_tfdist_starts", trial.starts())
+        object.__setattr__(model, "_tfdist_tried", compiled)
+
+    def _have_it_see_the_whole_batch(self, function: Any) -> None:
+        mark(function)
+        if self.is_chief:
+            logger.info(
+                "%s looks at a batch as a whole, so every task gathers the rows of all tasks for it", function.name
             )
-        object.__setattr__(model, "_tfdist_checked", compiled)
+
+    def _states_of(self, model: Any) -> States:
+        return States(model.metrics, self.index, self.size, model.__dict__.get("_tfdist_starts", ()))
 
     def warn(self, model: Any) -> None:
         """Says once, on the chief, what differs from one process by design."""
@@ -296,13 +319,13 @@ class SynchronousEngine:
     ) -> Any:
         if self.size == 1:
             return function(data)
-        metrics = _metric_variables(model)
+        states = self._states_of(model)
         moving = [v for v in model.non_trainable_variables if keras.backend.is_float_dtype(v.dtype)] if training else []
         scales_loss = internals.has_stock_train_step(model)
         step = Step(self.reduction, self._host, rows, total, scales_loss=scales_loss)
         with _whole_activity_losses(model, step) if self._activity_losses_are_sums else nullcontext():
-            logs, states = step.run(function, data, metrics, moving)
-        return _global_logs(step, model, metrics, states, logs or {})
+            logs, values = step.run(function, data, states.variables, moving)
+        return _global_logs(step, model, states, values, logs or {})
 
     # -- metrics
 
@@ -311,21 +334,22 @@ class SynchronousEngine:
         if self.size == 1:
             model.reset_metrics()
             return
-        variables = _metric_variables(model)
-        with CaptureScope([(v, tf.zeros(v.shape, v.dtype)) for v in variables]) as scope:
+        variables = self._states_of(model).variables
+        natives = [local_component(internals.native(v)) for v in variables]
+        with CaptureScope([(v, tf.convert_to_tensor(n)) for v, n in zip(variables, natives, strict=True)]) as scope:
             model.reset_metrics()
-        for variable in variables:
-            local_component(internals.native(variable)).assign(scope.get_current_value(variable))
+        for variable, native in zip(variables, natives, strict=True):
+            native.assign(scope.get_current_value(variable))
 
     def results(self, model: Any, logs: dict[str, Any]) -> dict[str, float]:
         """Returns the logs of an epoch: metrics over all its rows, other numbers from the last step."""
         if self.size == 1:
             result = model.get_metrics_result()
         else:
-            variables = _metric_variables(model)
-            states = [tf.identity(local_component(internals.native(v))) for v in variables]
-            sums = self._host.sum(states, "epoch logs") if states else []
-            with CaptureScope(list(zip(variables, sums, strict=True))):
+            states = self._states_of(model)
+            own = states.to_sum([tf.identity(local_component(internals.native(v))) for v in states.variables])
+            whole = states.merged(self._host.sum(own, "epoch logs") if own else [])
+            with CaptureScope(list(zip(states.variables, whole, strict=True))):
                 result = model.get_metrics_result()
         if set(result) != set(logs):  # a custom step's own logs, as in Keras: those of its last step
             result = logs
@@ -387,14 +411,14 @@ def _with_hint(error: Exception) -> Exception:
 
 
 def _global_logs(
-    step: Step, model: Any, metrics: Sequence[Any], states: Sequence[tf.Tensor], logs: dict[str, Any]
+    step: Step, model: Any, states: States, values: Sequence[tf.Tensor], logs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Logs of the whole batch: metric states are sums; any other number is the mean weighted by rows.
+    """Logs of the whole batch: metric states are merged; any other number is the mean weighted by rows.
 
     A step of the user's own may log a number of its own under a metric's name ("loss"), so what is no metric's value
     on some task counts as a number.
     """
-    with CaptureScope(list(zip(metrics, states, strict=True))):
+    with CaptureScope(list(zip(states.variables, values, strict=True))):
         local = _results_by_name(model)
         sure = set(logs) == set(model.get_metrics_result())
     keys = sorted(logs)
@@ -402,10 +426,10 @@ def _global_logs(
     named = [key for key in keys if key in local and _same_structure(local[key], logs[key])]
     questions = [] if sure else [_all_equal(flat[key], tf.nest.flatten(local[key])) | ~step.live for key in named]
     numbers = [leaf for key in keys if key not in named or not sure for leaf in flat[key]]
-    weighted = [leaf * step.share(leaf.dtype) for leaf in map(_floating, numbers)]
+    weighted = [step.weigh(leaf) for leaf in map(_floating, numbers)]
     answers = [tf.cast(question, tf.float32) for question in questions]
-    sums = iter(step.sum_on_host([*states, *answers, *weighted], "logs"))
-    with CaptureScope([(variable, next(sums)) for variable in metrics]):
+    sums = iter(step.sum_on_host([*states.to_sum(values), *answers, *weighted], "logs"))
+    with CaptureScope(list(zip(states.variables, states.merged([next(sums) for _ in states.variables]), strict=True))):
         whole = _results_by_name(model)
     is_metric = {key: next(sums) == step.size for key, _ in zip(named, questions, strict=False)}
     result: dict[str, Any] = {}
@@ -472,8 +496,13 @@ def _whole_activity_losses(model: Any, step: Step) -> Iterator[None]:
             layer.activity_regularizer = regularizer
 
 
-def _metric_variables(model: Any) -> list[Any]:
-    return [variable for metric in model.metrics for variable in metric.variables]
+def _cannot_be_merged(wrong: dict[str, str]) -> str:
+    problems = " and ".join(f"{name}: {problem}" for name, problem in wrong.items()) or "(on another task)"
+    return (
+        f"the states of a metric can't be merged over tasks: {problems}. Keep sums and counts, which add up, and form "
+        f"the number in result(); or give the metric class a method {HOOK}(self, states) that returns the merged "
+        "values, one per variable, from a list of values of each task; or compute it from predict() in a callback"
+    )
 
 
 def _symbolic(specs: Any) -> Any:

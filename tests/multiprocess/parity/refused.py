@@ -73,27 +73,6 @@ def compiled(run: Run, loss: Any = "mse", **arguments: Any) -> keras.Model:
     return model
 
 
-# -- losses
-
-
-@refused(
-    "A loss of a whole batch at once: Circle; Dice and Tversky without an axis",
-    words="UnsupportedError: the loss Dice is of a batch as a whole.*axis",
-    instead="an `axis` that leaves out the rows",
-)
-def loss_of_a_whole_batch(run: Run) -> object:
-    return compiled(run, keras.losses.Dice()).fit(X, Y, verbose=0)
-
-
-@refused(
-    "A compiled loss with `reduction=None`",
-    words="UnsupportedError: the loss MeanSquaredError has reduction=(None|'none').*use reduction",
-    instead='`reduction="sum"` or `"sum_over_batch_size"`',
-)
-def loss_without_reduction(run: Run) -> object:
-    return compiled(run, keras.losses.MeanSquaredError(reduction=None)).fit(X, Y, verbose=0)
-
-
 # -- layers
 
 
@@ -108,19 +87,6 @@ def stateful_rnn(run: Run) -> object:
         model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LSTM(3, stateful=True)(inputs)))
         model.compile("sgd", "mse", jit_compile=False)
     return model.fit(np.ones((8, 3, 2)), np.ones((8, 1)), batch_size=4, verbose=0)
-
-
-@refused(
-    "`BatchNormalization(synchronized=True)` behind a mask",
-    words=r"UnsupportedError: .*BatchNormalization\(synchronized=True\) behind a",
-    instead="`synchronized=False`, or no mask before it",
-)
-def synchronized_batch_norm_behind_a_mask(run: Run) -> object:
-    with run.scope():
-        norm = keras.layers.BatchNormalization(synchronized=True)
-        model = keras.Sequential([keras.Input((3, 2)), keras.layers.Masking(), norm, keras.layers.Dense(1)])
-        model.compile("sgd", "mse", jit_compile=False)
-    return model.fit(np.ones((8, 3, 2)), np.ones((8, 3, 1)), batch_size=4, verbose=0)
 
 
 # -- metrics
@@ -140,30 +106,34 @@ class Largest(keras.metrics.Metric):
         return self.value
 
 
-class Smallest(Largest):
-    """Starts at infinity, which summed is infinity."""
+class WronglyMerged(Largest):
+    """Merges two maxima to their mean."""
 
-    def __init__(self) -> None:
-        keras.metrics.Metric.__init__(self, name="smallest")
-        self.value = self.add_weight(name="value", initializer=keras.initializers.Constant(np.inf))
-
-
-@refused(
-    "A metric of your own whose state does not add up over rows: a maximum, the last value",
-    words="UnsupportedError: the metric largest keeps a state that is no sum over rows",
-    instead="sums and counts as state, and the number in `result()`; or a callback",
-)
-def metric_of_a_maximum(run: Run) -> object:
-    return compiled(run, metrics=["mae", Largest()]).fit(X, Y, verbose=0)
+    def merge_states(self, states: Any) -> Any:
+        return [sum(value for (value,) in states) / len(states)]
 
 
 @refused(
-    "A metric of your own whose state does not start at zero",
-    words="UnsupportedError: the metric smallest keeps a state that is no sum",
-    instead="a state that starts at zero",
+    "A metric whose `merge_states` makes something else of two parts of the data than all of it gives",
+    words=r"UnsupportedError: .*largest: its merge_states\(\) makes \[[0-9.]+\] of the states of two parts",
+    instead="a `merge_states` that is right for any number of states, each counted up from a reset",
 )
-def metric_that_starts_at_infinity(run: Run) -> object:
-    return compiled(run, metrics=[Smallest()]).evaluate(X, Y, verbose=0)
+def metric_that_is_merged_wrongly(run: Run) -> object:
+    return compiled(run, metrics=[WronglyMerged()]).train_on_batch(X, Y)
+
+
+class WithNumbersMissing(Largest):
+    def merge_states(self, states: Any) -> Any:
+        return []
+
+
+@refused(
+    "A metric whose `merge_states` returns another number of values than it has variables",
+    words=r"ValueError: the metric largest: merge_states\(\) returned 0 values for 1 variables \(value\)",
+    instead="one value for each variable, in their order",
+)
+def metric_merged_to_too_few_values(run: Run) -> object:
+    return compiled(run, metrics=[WithNumbersMissing()]).evaluate(X, Y, verbose=0)
 
 
 # -- predictions
