@@ -281,7 +281,7 @@ def _check_addresses(jobs: Mapping[str, tuple[str, ...]]) -> None:
                 host, port = split_address(address)
             except ClusterError as error:
                 raise ClusterError(f"{job} {index}: {error}") from None
-            other = seen.setdefault((_canonical(host), port), (job, index))
+            other = seen.setdefault((canonical_host(host), port), (job, index))
             if other != (job, index):
                 raise ClusterError(
                     f"{other[0]} {other[1]} and {job} {index} have the same address, {address!r}: "
@@ -320,7 +320,7 @@ def _check_host(host: str, text: str) -> None:
         )
 
 
-def _canonical(host: str) -> str:
+def canonical_host(host: str) -> str:
     """One spelling per host, as far as that can be known without asking the network."""
     if ":" in host:
         return str(ipaddress.IPv6Address(host))

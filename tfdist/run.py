@@ -10,6 +10,16 @@ A module instead of a file, one log file per task:
 
     python -m tfdist.run --workers 2 --log-dir logs -m my_project.train
 
+One worker for each GPU of this host, which is also what happens without --workers:
+
+    python -m tfdist.run --workers gpu train.py
+
+Several hosts: on each of them, with a TF_CONFIG that has one entry per host and says which one this is, the same line
+starts this host's share of the cluster, one task per GPU:
+
+    python -m tfdist.run train.py
+    python -m tfdist.run --tasks-per-host 4 train.py
+
 A chief that trains beside the workers; parameter servers, with a chief that coordinates:
 
     python -m tfdist.run --workers 2 --chief train.py
@@ -23,6 +33,18 @@ cluster     all tasks of a run with their addresses
 task        one process, named by its job and its index there: worker 0, worker 1, ps 0
 chief       the task that writes files: `chief`, or worker 0 where there is none
 
+Several hosts
+-------------
+With {"cluster": {"worker": ["a:2222", "b:2222"]}, "task": {"type": "worker", "index": 0}} and K tasks per host, host a
+runs workers 0 .. K-1 at ports 2222 .. 2222+K-1 and host b, whose TF_CONFIG has index 1, workers K .. 2K-1. K is the
+number of the host's GPUs, or 1 without, or what --tasks-per-host says. Every host must come to the same K, for they do
+not ask each other: where they differ, the tasks do not meet and say which cluster each believes in.
+
+Only tasks that train are split. A chief that trains stays the chief, and the other tasks of its host are the first
+workers. A ps, an evaluator and the chief of a parameter-server cluster stay one task each; the evaluator has a GPU.
+A TF_CONFIG with several entries for one host has one for each task already: K is then 1, and each has its own GPU.
+Without a TF_CONFIG, --tasks-per-host means --workers; --workers, --ps and --chief ask for a cluster of this host alone.
+
 What a task gets
 ----------------
 Each task runs the script in this folder, with this environment and
@@ -30,7 +52,8 @@ Each task runs the script in this folder, with this environment and
     TF_GRPC_REUSE_PORT=1        its port is held for it until the run ends
     OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS
                                 a share of the processors, where none of the three is set
-    CUDA_VISIBLE_DEVICES        one GPU for each training task, where there are GPUs
+    CUDA_VISIBLE_DEVICES        one GPU for each training task, where there are GPUs (of those that the launcher's own
+                                CUDA_VISIBLE_DEVICES names, else of /dev/nvidia*); more tasks than GPUs share them
     no_proxy, no_grpc_proxy     grown by the cluster's hosts, where a proxy is set
     TFDIST_RUN_DIR and others   how tfdist in the task finds its launcher
 Its stdin is empty. What it prints comes out here line by line behind `[worker 1] `, stdout on stdout and stderr on
@@ -43,6 +66,7 @@ Failure modes
 -------------
 A task fails: it is named, with its exit code or signal and its traceback; all others are stopped within 2 s.
 A task ends with 0 while others still train: they fail for want of it, and it is named.
+A task of another host fails: the tasks here lose it and are stopped, it is named, and its own launcher tells why.
 A task does not come to the start: after --start-timeout it is named, and all are stopped.
 Ctrl-C, SIGTERM, SIGHUP, SIGQUIT: the tasks get SIGINT (Ctrl-C) or SIGTERM, and SIGKILL after --shutdown-timeout. A
 second Ctrl-C kills at once. (A worker of MultiWorkerMirroredStrategy takes no notice of SIGTERM.)
@@ -52,7 +76,8 @@ In every case nothing stays: what a task has started in its own process group is
 Exit codes
 ----------
 0    all tasks ended with 0 (parameter servers and their workers end when the chief does)
-n    the code of the task that failed first; 1 for one that left with 0 too early; 128+n for death by signal n
+n    the code of the task that failed first; 1 for one that left with 0 too early, or that runs on another host; 128+n
+     for death by signal n
 2    nothing was started: wrong usage
 42   the tasks saved on SIGTERM and left
 75   the tasks did not meet in time, or a step took too long
@@ -65,11 +90,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tfdist.errors import LaunchError, TfdistError
 
 if TYPE_CHECKING:
+    from tfdist.cluster import TFConfig
     from tfdist.launch.plan import Options
 
 EXIT_USAGE = 2
@@ -115,17 +141,13 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
         command = command[1:]
     if not command:
         raise LaunchError("which script? For example: python -m tfdist.run --workers 2 train.py")
-    if values.workers is None and values.ps:
-        raise LaunchError(f"--ps {values.ps} needs workers: add --workers N")
     (_check_module if values.module else _check_script)(command[0])
 
     from tfdist.launch.plan import Options
 
     return Options(
         command=("-m", *command) if values.module else tuple(command),
-        workers=1 if values.workers is None else values.workers,
-        ps=values.ps,
-        chief=values.chief,
+        **_which_tasks(values, environ),
         log_dir=values.log_dir,
         raw=values.raw,
         pty=not values.no_pty,
@@ -134,6 +156,74 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
         shutdown_timeout_s=values.shutdown_timeout,
         threads_per_task=values.threads_per_task,
     )
+
+
+def _which_tasks(values: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Returns how many workers and ps there are and whether a chief, or this host's share of TF_CONFIG's cluster."""
+    from tfdist.launch import machine, share
+
+    if values.workers is not None and values.tasks_per_host is not None:
+        raise LaunchError(
+            f"--workers {values.workers} and --tasks-per-host {values.tasks_per_host} both say how many tasks run "
+            "here: give one of them"
+        )
+    gpus = len(machine.gpus(environ))
+    config = _config_of_host(values, environ)
+    if config is not None:
+        count = _number(values.tasks_per_host, "--tasks-per-host", gpus)
+        return {"share": share.split(config, count or share.default_tasks_per_host(config, gpus))}
+    flag, asked = "--workers", values.workers
+    if asked is None and values.tasks_per_host is not None:
+        flag, asked = "--tasks-per-host", values.tasks_per_host
+    if asked is None and values.ps:
+        raise LaunchError(f"--ps {values.ps} needs workers: add --workers N")
+    # A chief that trains has a GPU as well.
+    others = int(values.chief and not values.ps)
+    return {
+        "workers": _number(asked, flag, gpus, others=others) or max(1, gpus - others),
+        "ps": values.ps,
+        "chief": values.chief,
+    }
+
+
+def _number(asked: int | str | None, flag: str, gpus: int, *, others: int = 0) -> int | None:
+    """Returns the number that a flag asks for; None leaves it to the default, one for each GPU or one."""
+    if isinstance(asked, int):
+        if asked < 1:
+            raise LaunchError(f"{flag} must be at least 1, not {asked}")
+        return asked
+    if asked == "gpu" and gpus <= others:
+        found = f"{gpus} GPU, which the chief takes," if gpus else "no GPU"
+        raise LaunchError(
+            f"{flag} gpu: there is {found} in CUDA_VISIBLE_DEVICES or as /dev/nvidia*; give a number, {flag} 2, or "
+            "name the GPUs, CUDA_VISIBLE_DEVICES=0,1"
+        )
+    return None
+
+
+def _config_of_host(values: argparse.Namespace, environ: Mapping[str, str]) -> TFConfig | None:
+    """Returns what TF_CONFIG says of this host, or None where the command line asks for a cluster of its own."""
+    from tfdist import tf_config
+
+    # Inside a task of another run it is that task's.
+    text = None if environ.get("TFDIST_RUN_DIR") else environ.get("TF_CONFIG")
+    asked = {"--workers": values.workers is not None, "--ps": values.ps != 0, "--chief": values.chief}
+    own = [flag for flag, is_asked in asked.items() if is_asked]
+    try:
+        config = tf_config.parse(text)
+    except TfdistError as error:
+        if own:
+            return None  # it is replaced, and the tasks never see it
+        raise LaunchError(str(error)) from None
+    if not own or config is None:
+        return config
+    if len(config.cluster.tasks) > 1:
+        raise LaunchError(
+            f"TF_CONFIG names a cluster of {config.cluster.counts}, and {own[0]} asks for another one on this host "
+            "alone: leave out --workers, --ps and --chief to start this host's share of it (--tasks-per-host K says "
+            "how many tasks that is), or unset TF_CONFIG"
+        )
+    return None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -160,7 +250,14 @@ def _parser() -> _Parser:
             rest.setdefault("dest", first[2:].replace("-", "_"))
             parser.add_argument(*hidden, help=argparse.SUPPRESS, **rest)  # type: ignore[arg-type]
 
-    flag("--workers", "--nproc-per-node", type=_whole, metavar="N", help="worker tasks (1)")
+    flag("--workers", type=_whole_or_gpu, metavar="N", help="worker tasks; gpu: one per GPU here (gpu, or 1 without)")
+    flag(
+        "--tasks-per-host",
+        "--nproc-per-node",
+        type=_whole_or_gpu,
+        metavar="K",
+        help="tasks of each entry of TF_CONFIG, where it has one per host (gpu, or 1 without)",
+    )
     flag("--chief", action="store_true", help="a chief that trains beside the workers")
     flag("--ps", type=_whole, default=0, metavar="N", help="parameter servers; adds the chief, the coordinator")
     flag("-m", "--module", action="store_true", help="the script is a module, as in `python -m`")
@@ -187,6 +284,17 @@ def _whole(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _whole_or_gpu(text: str) -> int | str:
+    if text.lower() in ("gpu", "auto"):
+        return text.lower()
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a whole number, nor gpu (one per GPU) or auto (the same, and 1 without a GPU)"
+        ) from None
 
 
 def _seconds(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ def folder(tmp_path, monkeypatch):
         (["train.py"], {"command": ("train.py",), "workers": 1, "ps": 0, "chief": False}),
         (["--workers", "2", "train.py"], {"workers": 2}),
         (["--workers=2", "train.py"], {"workers": 2}),
+        (["--tasks-per-host", "2", "train.py"], {"workers": 2, "share": None}),
         (["--nproc-per-node", "2", "train.py"], {"workers": 2}),
         (["--nproc_per_node=2", "train.py"], {"workers": 2}),
         (["--workers", "2", "--ps", "1", "train.py"], {"workers": 2, "ps": 1, "task_count": 4}),
@@ -50,7 +52,7 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_a_command_line_is_read(folder, argv, expected):
-    options = run.read_command_line(argv, {})
+    options = run.read_command_line(argv, {"CUDA_VISIBLE_DEVICES": ""})
     assert {name: getattr(options, name) for name in expected} == expected
 
 
@@ -63,11 +65,70 @@ def test_a_command_line_is_read(folder, argv, expected):
         ({"TFDIST_RUN_LOG_DIR": "logs", "TFDIST_RUN_DIR": "/outer"}, ["train.py"], {"log_dir": "logs"}),
         ({"TFDIST_RUN_START_TIMEOUT": "7"}, ["train.py"], {"start_timeout_s": 7.0}),
         ({"TFDIST_RUN_WORKERS": ""}, ["train.py"], {"workers": 1}),
+        ({"TFDIST_RUN_TASKS_PER_HOST": "3"}, ["train.py"], {"workers": 3}),
     ],
 )
 def test_the_environment_gives_what_the_command_line_leaves_out(folder, environ, argv, expected):
-    options = run.read_command_line(argv, environ)
+    options = run.read_command_line(argv, {"CUDA_VISIBLE_DEVICES": "", **environ})
     assert {name: getattr(options, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv", "expected"),
+    [
+        ("", [], {"workers": 1}),
+        ("0", [], {"workers": 1}),
+        ("0,1,2", [], {"workers": 3}),
+        ("0,1,2", ["--workers", "gpu"], {"workers": 3}),
+        ("0,1,2", ["--nproc-per-node=auto"], {"workers": 3}),
+        ("", ["--workers", "auto"], {"workers": 1}),
+        ("0,1,2", ["--workers", "2"], {"workers": 2}),
+        # A chief that trains has a GPU as well, one that coordinates has none.
+        ("0,1,2", ["--chief"], {"workers": 2, "task_count": 3}),
+        ("0", ["--chief"], {"workers": 1, "task_count": 2}),
+        ("0,1", ["--ps", "1", "--workers", "gpu"], {"workers": 2, "task_count": 4}),
+    ],
+)
+def test_a_host_with_gpus_runs_a_worker_for_each(folder, gpus, argv, expected):
+    options = run.read_command_line([*argv, "train.py"], {"CUDA_VISIBLE_DEVICES": gpus})
+    assert {name: getattr(options, name) for name in expected} == expected
+
+
+def host_config(*hosts, index=0):
+    return json.dumps({"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}})
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv", "tasks"),
+    [
+        ("0,1", [], ["worker 2", "worker 3"]),
+        ("0,1", ["--tasks-per-host", "1"], ["worker 1"]),
+        ("0,1", ["--nproc-per-node", "3"], ["worker 3", "worker 4", "worker 5"]),
+        ("0,1", ["--tasks-per-host", "gpu"], ["worker 2", "worker 3"]),
+        ("", [], ["worker 1"]),
+        ("", ["--tasks-per-host", "auto"], ["worker 1"]),
+        ("", ["--tasks-per-host", "2"], ["worker 2", "worker 3"]),
+    ],
+)
+def test_a_host_with_an_entry_in_tf_config_runs_its_share(folder, gpus, argv, tasks):
+    environ = {"TF_CONFIG": host_config("a:2222", "b:2222", index=1), "CUDA_VISIBLE_DEVICES": gpus}
+    options = run.read_command_line([*argv, "train.py"], environ)
+    assert [str(task) for task in options.tasks] == tasks
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--workers", "2"], {"TF_CONFIG": host_config("a:2222")}),  # a cluster of one task is nobody else's
+        (["--workers", "2"], {"TF_CONFIG": "{"}),  # which the tasks will not see
+        (["--workers", "2"], {"TF_CONFIG": "{}"}),
+        (["--workers", "2"], {"TF_CONFIG": host_config("a:1", "b:1"), "TFDIST_RUN_DIR": "/outer"}),
+        (["--tasks-per-host", "2"], {"TF_CONFIG": host_config("a:1", "b:1"), "TFDIST_RUN_DIR": "/outer"}),
+    ],
+)
+def test_a_cluster_of_this_host_alone_is_started_where_tf_config_names_no_other_host(folder, argv, environ):
+    options = run.read_command_line([*argv, "train.py"], environ)
+    assert (options.workers, options.share) == (2, None)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +144,31 @@ def test_the_environment_gives_what_the_command_line_leaves_out(folder, environ,
         (["-m", "train.py"], {}, "leave out -m, or write -m train"),
         (["-m", "no_such_package"], {}, "there is no module 'no_such_package'"),
         (["--workers", "0", "train.py"], {}, "--workers must be at least 1, not 0"),
+        (["--tasks-per-host", "0", "train.py"], {}, "--tasks-per-host must be at least 1, not 0"),
+        (["--workers", "2", "--tasks-per-host", "3", "train.py"], {}, "both say how many tasks run here"),
+        (["--workers", "gpu", "train.py"], {"CUDA_VISIBLE_DEVICES": ""}, "--workers gpu: there is no GPU in CUDA_VIS"),
+        (["--tasks-per-host", "gpu", "train.py"], {"CUDA_VISIBLE_DEVICES": "-1"}, "--tasks-per-host gpu: there is no"),
+        (
+            ["--chief", "--workers", "gpu", "train.py"],
+            {"CUDA_VISIBLE_DEVICES": "7"},
+            "there is 1 GPU, which the chief takes, in CUDA_VISIBLE_DEVICES",
+        ),
+        (["train.py"], {"CUDA_VISIBLE_DEVICES": "1,1"}, "names the GPU 1 twice"),
+        (["train.py"], {"TF_CONFIG": "{"}, "TF_CONFIG: the text is not JSON"),
+        (["train.py"], {"TF_CONFIG": host_config("a:1", "a:1")}, "TF_CONFIG: worker 0 and worker 1 have the same"),
+        (
+            ["--tasks-per-host=2", "train.py"],
+            {"TF_CONFIG": host_config("a:1", "a:2")},
+            "worker 0 at a:1 is split into 2 tasks at ports 1 to 2, and worker 1 is at a:2",
+        ),
+        *(
+            (
+                [*own, "train.py"],
+                {"TF_CONFIG": host_config("a:1", "b:1")},
+                f"{own[0]} asks for another one on this host",
+            )
+            for own in (["--workers", "2"], ["--chief"], ["--ps", "1"])
+        ),
         (["--workers", "two", "train.py"], {}, "'two' is not a whole number"),
         (["--ps", "1", "train.py"], {}, "--ps 1 needs workers: add --workers N"),
         (["--workers", "1", "--ps", "-1", "train.py"], {}, "--ps"),
@@ -123,7 +209,7 @@ def test_help_is_quick_and_names_every_flag():
     assert min(times) < 0.5
     for flag in ("--workers", "--chief", "--ps", "--module", "--log-dir", "--raw", "--start-timeout", "--version"):
         assert flag in text
-    assert "_" not in text.replace("tfdist.run", "")  # one spelling each
+    assert "_" not in text.replace("TF_CONFIG", "")  # one spelling each
 
 
 def test_the_launcher_loads_neither_numpy_nor_tensorflow():

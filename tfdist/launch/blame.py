@@ -59,11 +59,13 @@ class Verdict:
         task: The one that died, left, or is said to be lost; the one that says so where it names none.
         kind: "own", "left" or "hearsay".
         by: Who says it, for hearsay.
+        elsewhere: The task that is said to be lost where it runs on another host; `task` is then the one that says so.
     """
 
     task: Task
     kind: str
     by: Task | None = None
+    elsewhere: str | None = None
 
 
 def first_failure(tasks: Sequence[Seen]) -> Verdict | None:
@@ -97,4 +99,8 @@ def first_failure(tasks: Sequence[Seen]) -> Verdict | None:
     for _, seen in hearsay:
         if seen.words is not None and seen.words.lost in silent:
             return Verdict(silent[seen.words.lost], "hearsay", seen.task)
+    here = {str(seen.task) for seen in tasks}
+    for _, seen in hearsay:
+        if seen.words is not None and seen.words.lost is not None and seen.words.lost not in here:
+            return Verdict(seen.task, "hearsay", seen.task, elsewhere=seen.words.lost)
     return Verdict(hearsay[0][1].task, "hearsay", hearsay[0][1].task)

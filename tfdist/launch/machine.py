@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 from collections.abc import Mapping
 
+from tfdist.errors import LaunchError
+
 CGROUP = "/sys/fs/cgroup"
+_GPU_NAME = re.compile(r"[0-9]+|(GPU|MIG)-[\w/-]+")
 
 
 def processors(cgroup: str = CGROUP) -> int:
@@ -20,14 +24,27 @@ def processors(cgroup: str = CGROUP) -> int:
 
 
 def gpus(environ: Mapping[str, str], pattern: str = "/dev/nvidia[0-9]*") -> tuple[str, ...]:
-    """Returns the GPUs that this process may use, named as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the GPUs that this process may use, named as CUDA_VISIBLE_DEVICES names them.
+
+    Names are numbers, UUIDs (GPU-8932f937) or slices of a GPU (MIG-1c3bb1c9), each of which one task can have.
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#cuda-environment-variables
+
+    Raises:
+        LaunchError: A GPU is named twice; CUDA would then find none, and tasks would train on CPUs without a word.
+    """
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
-        numbers = sorted(int(match[0]) for path in glob.glob(pattern) if (match := re.search(r"\d+$", path)))
-        return tuple(str(i) for i in range(len(numbers)))
-    names = [name.strip() for name in visible.split(",")]
-    # CUDA ignores what follows the first name that is none, such as -1.
-    return tuple(names[: next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))])
+        # Whatever their numbers, for which a container may have picked some of a host's: CUDA counts from 0.
+        return tuple(str(i) for i in range(len(glob.glob(pattern))))
+    # CUDA takes no notice of what follows the first name that is none, such as -1 or NoDevFiles.
+    names = tuple(itertools.takewhile(_GPU_NAME.fullmatch, (name.strip() for name in visible.split(","))))
+    for name in names:
+        if names.count(name) > 1:
+            raise LaunchError(
+                f"CUDA_VISIBLE_DEVICES={visible!r} names the GPU {name} twice, and CUDA finds none then: name it once "
+                "(tasks that are more than the GPUs share them)"
+            )
+    return names
 
 
 def out_of_memory_kills(cgroup: str = CGROUP) -> int | None:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tfdist import proxies, tf_config
-from tfdist.cluster import Cluster, Task
+from tfdist.cluster import Cluster, Task, split_address
 from tfdist.errors import LaunchError
+from tfdist.launch.share import Share
 
 # What tells a task about its launcher (read by tfdist.process.LaunchInfo). A run started inside a task of another run
 # must not hear of the outer one.
@@ -28,7 +29,16 @@ SETTING_PREFIX = "TFDIST_RUN_"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
 
 # Behind the script they are the script's, which is seldom what was meant.
-OFTEN_MISPLACED = ("--workers", "--ps", "--chief", "--nproc-per-node", "--nproc_per_node", "--log-dir")
+OFTEN_MISPLACED = (
+    "--workers",
+    "--ps",
+    "--chief",
+    "--tasks-per-host",
+    "--tasks_per_host",
+    "--nproc-per-node",
+    "--nproc_per_node",
+    "--log-dir",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +50,7 @@ class Options:
         workers: Number of worker tasks.
         ps: Number of parameter servers; with any, a chief is added.
         chief: Whether a chief trains beside the workers.
+        share: This host's part of a cluster of several hosts, instead of a cluster of workers, ps and a chief here.
         log_dir: Folder for one log file per task and the summary.
         raw: Whether TensorFlow's start-up noise is shown.
         pty: Whether the chief may have a terminal of its own, where the launcher has one.
@@ -53,6 +64,7 @@ class Options:
     workers: int = 1
     ps: int = 0
     chief: bool = False
+    share: Share | None = None
     log_dir: str | None = None
     raw: bool = False
     pty: bool = True
@@ -89,7 +101,9 @@ class Options:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks in the order of their local indices, the chief first."""
+        """All tasks of this host in the order of their local indices, the chief first."""
+        if self.share is not None:
+            return self.share.tasks
         counts = {"chief": int(self.has_chief), "worker": self.workers, "ps": self.ps}
         return tuple(Task(job, i) for job, count in counts.items() for i in range(count))
 
@@ -100,17 +114,20 @@ class Options:
 
 @dataclass(frozen=True)
 class TaskPlan:
-    """One task: its name, its number on this host, its address, and what the launcher adds to its environment."""
+    """One task: its name, its number on this host, its address (an evaluator has none), and its environment."""
 
     task: Task
     local_index: int
     address: str
     environ: Mapping[str, str] = field(repr=False)
 
+    def __str__(self) -> str:
+        return f"{self.task} at {self.address}" if self.address else str(self.task)
+
 
 @dataclass(frozen=True)
 class Plan:
-    """All tasks of a run, the chief first, and what the user should be told about them."""
+    """All tasks of a run on this host, the chief first, and what the user should be told about them."""
 
     options: Options
     cluster: Cluster
@@ -123,13 +140,15 @@ class Plan:
 
     @property
     def trains(self) -> tuple[Task, ...]:
-        return self.cluster.training_tasks
+        """The tasks of all hosts that train together, where this host has any of them."""
+        training = self.cluster.training_tasks
+        return training if any(plan.task in training for plan in self.tasks) else ()
 
 
 def make_plan(
     options: Options,
     *,
-    ports: Sequence[int],
+    ports: Sequence[int] = (),
     run_dir: str,
     environ: Mapping[str, str],
     processors: int,
@@ -140,20 +159,18 @@ def make_plan(
 
     Args:
         options: What was asked for.
-        ports: One free port per task.
+        ports: One free port per task; a share of a cluster has its ports already.
         run_dir: The run's private folder.
         environ: The launcher's environment; each task gets a copy with changes.
         processors: How many processors this process may use.
         gpus: Names of the GPUs that this process may use, as in CUDA_VISIBLE_DEVICES.
         host: The address the tasks use among themselves.
     """
-    cluster = tf_config.local_cluster(
-        workers=options.workers, ps=options.ps, chief=options.has_chief, ports=ports, host=host
-    )
-    tasks = options.tasks
+    share = options.share or _whole_cluster(options, ports, host)
+    cluster, tasks = share.cluster, share.tasks
     common = {name: value for name, value in environ.items() if not _is_ours(name)}
-    notes = []
-    if common.pop("TF_CONFIG", None):
+    notes = _notes_on_hosts(share)
+    if common.pop("TF_CONFIG", None) and options.share is None:
         notes.append("TF_CONFIG was set and is replaced for the tasks; unset it to lose this line")
     swallowed = [word for word in options.command if word.partition("=")[0] in OFTEN_MISPLACED]
     if swallowed:
@@ -163,24 +180,45 @@ def make_plan(
         intra = threads["TF_NUM_INTRAOP_THREADS"]
         notes.append(f"each task computes on {intra} of {processors} CPU threads")
     common.update(threads)
-    common.update(proxies.exceptions(common, [host]))
+    common.update(proxies.exceptions(common, _hosts(cluster)))
     common.update(_words_to_tasks(options, run_dir, len(tasks)))
-    shares = _gpu_shares(tasks, cluster, gpus, notes)
+    gpu_of = _gpu_of_each(share, gpus, notes, has_own_cluster=options.share is None)
     plans = tuple(
         TaskPlan(
             task=task,
             local_index=i,
-            address=cluster.address(task),
+            address="" if task.type == "evaluator" else cluster.address(task),
             environ={
                 **common,
-                **shares.get(task, {}),
-                "TF_CONFIG": tf_config.build(cluster, task),
+                **gpu_of.get(task, {}),
+                "TF_CONFIG": tf_config.build(cluster, task, share.extra),
                 "TFDIST_LOCAL_INDEX": str(i),
             },
         )
         for i, task in enumerate(tasks)
     )
     return Plan(options=options, cluster=cluster, tasks=plans, notes=tuple(notes))
+
+
+def _whole_cluster(options: Options, ports: Sequence[int], host: str) -> Share:
+    cluster = tf_config.local_cluster(
+        workers=options.workers, ps=options.ps, chief=options.has_chief, ports=ports, host=host
+    )
+    return Share(cluster, options.tasks)
+
+
+def _hosts(cluster: Cluster) -> list[str]:
+    return list(dict.fromkeys(split_address(cluster.address(task))[0] for task in cluster.tasks))
+
+
+def _notes_on_hosts(share: Share) -> list[str]:
+    if share.hosts < 2:
+        return []
+    each = f"{share.tasks_per_host} task{'s' * (share.tasks_per_host > 1)}"
+    return [
+        f"TF_CONFIG has {share.hosts} entries; each that trains is taken to run {each}, on every host alike "
+        "(--tasks-per-host K says another number)"
+    ]
 
 
 def _is_ours(name: str) -> bool:
@@ -211,16 +249,22 @@ def _threads(options: Options, environ: Mapping[str, str], processors: int, task
     return dict(zip(THREAD_VARIABLES, map(str, (intra, intra, inter)), strict=True))
 
 
-def _gpu_shares(
-    tasks: Sequence[Task], cluster: Cluster, gpus: Sequence[str], notes: list[str]
+def _gpu_of_each(
+    share: Share, gpus: Sequence[str], notes: list[str], *, has_own_cluster: bool
 ) -> dict[Task, dict[str, str]]:
-    """One GPU for each training task; none for the others, which would fill its memory for nothing."""
+    """One GPU for each task that computes; none for the others, which would fill its memory for nothing."""
     if not gpus:
         return {}
-    training = cluster.training_tasks
-    shares = {task: {"CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]} for i, task in enumerate(training)}
-    if len(training) < len(gpus):
-        notes.append(f"{len(training)} of {len(gpus)} GPUs are used, one per task")
-    elif len(training) > len(gpus):
-        notes.append(f"{len(training)} tasks share {len(gpus)} GPU(s)")
-    return {task: shares.get(task, {"CUDA_VISIBLE_DEVICES": ""}) for task in tasks}
+    training = share.cluster.training_tasks
+    computing = [task for task in share.tasks if task in training or task.type == "evaluator"]
+    dealt = {task: gpus[(share.first_gpu + i) % len(gpus)] for i, task in enumerate(computing)}
+    if len(computing) > len(gpus):
+        notes.append(f"{len(computing)} tasks share {_gpus(len(gpus))}, so that their sums do not go through NCCL")
+    elif computing and len(computing) < len(gpus):
+        all_of_them = "--workers gpu" if has_own_cluster else "--tasks-per-host gpu"
+        notes.append(f"{len(computing)} of {_gpus(len(gpus))} used, one per task; {all_of_them} uses all")
+    return {task: {"CUDA_VISIBLE_DEVICES": dealt.get(task, "")} for task in share.tasks}
+
+
+def _gpus(count: int) -> str:
+    return f"{count} GPU{'s' * (count > 1)}"

@@ -7,12 +7,17 @@ is sent connections.
 
 from __future__ import annotations
 
+import errno
 import socket
+import time
+from collections.abc import Sequence
 from types import TracebackType
 
 from tfdist.errors import LaunchError
 
 ATTEMPTS_PER_PORT = 20
+# A given port may be, for a moment, the near end of somebody's connection.
+PASSING_S = 3.0
 
 
 class HeldPorts:
@@ -35,6 +40,30 @@ class HeldPorts:
             self.close()
             raise LaunchError(f"no free port for a task on {host}: {error}") from error
         self.ports = tuple(held.getsockname()[1] for held in self._sockets)
+
+    @classmethod
+    def at(cls, ports: Sequence[int]) -> HeldPorts:
+        """Holds these ports on all addresses, as TensorFlow's server takes them.
+
+        Raises:
+            LaunchError: One of them is taken.
+        """
+        held = cls(0)
+        held.ports = tuple(ports)
+        if not hasattr(socket, "SO_REUSEPORT"):
+            return held
+        try:
+            for port in ports:
+                held._sockets.append(_hold_given(port))
+        except OSError as error:
+            held.close()
+            if error.errno == errno.EADDRINUSE:
+                raise LaunchError(
+                    f"port {port} of this host is taken, and a task of ours is to listen there, as TF_CONFIG says: "
+                    "end the process that has it, or give this host's entry another port, on all hosts"
+                ) from error
+            raise LaunchError(f"port {port} of this host, which TF_CONFIG names, can not be held: {error}") from error
+        return held
 
     def close(self) -> None:
         for held in self._sockets:
@@ -65,9 +94,26 @@ def _hold_one(host: str) -> socket.socket:
             held.close()
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _hold_given(port: int) -> socket.socket:
+    deadline = time.monotonic() + PASSING_S
+    while True:
+        try:
+            return _bound("::", port, reuse=True)
+        except OSError as error:
+            if not _is_taken(error):
+                break  # this host has no IPv6
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    return _bound("0.0.0.0", port, reuse=True)
+
+
+def _bound(host: str, port: int, *, reuse: bool = False) -> socket.socket:
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
+        if reuse:
+            # Connections of a run before this one do not keep its port from us.
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind((host, port))
     except OSError:
@@ -89,8 +135,6 @@ def _is_free_everywhere(port: int) -> bool:
 
 
 def _is_taken(error: OSError) -> bool:
-    import errno
-
     return error.errno == errno.EADDRINUSE
 
 

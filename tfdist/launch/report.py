@@ -71,7 +71,7 @@ def failure_block(
         "=" * WIDTH,
         f"{name} failed: {verdict.task} was first",
         "-" * WIDTH,
-        f"  task : {verdict.task} at {first.plan.address}, host {socket.gethostname()}, pid {first.pid}",
+        f"  task : {first.plan}, host {socket.gethostname()}, pid {first.pid}",
         f"  end  : {end}",
         f"  time : {time.strftime('%Y-%m-%d %H:%M:%S')}, {seconds:.1f} s after its start{_at_step(first)}",
     ]
@@ -83,6 +83,23 @@ def failure_block(
     lines.extend(_last_words(verdict, first, meeting, record))
     lines.append("=" * WIDTH)
     return lines
+
+
+def lost_block(
+    name: str, verdict: Verdict, address: str, tasks: Sequence[TaskProcess], record: Mapping[str, Any]
+) -> list[str]:
+    """Returns the lines that say which task of another host failed first, as one of this host saw it."""
+    witness = next(task for task in tasks if task.task == verdict.task)
+    return [
+        "=" * WIDTH,
+        f"{name} failed: {verdict.elsewhere}, which runs on another host, was first",
+        "-" * WIDTH,
+        f"  task : {verdict.elsewhere} at {address}; its own launcher tells how it ended",
+        f"  time : {time.strftime('%Y-%m-%d %H:%M:%S')}, lost by {witness.task}{_at_step(witness)}",
+        f"  here : {'; '.join(f'{task.task} {_other(task)}' for task in tasks)}",
+        *_last_words(verdict, witness, (), record),
+        "=" * WIDTH,
+    ]
 
 
 def meeting_lines(tasks: Sequence[TaskProcess]) -> list[str]:
@@ -123,7 +140,7 @@ def summary(
         "exit_code": code,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
         "duration_s": round(duration_s, 3),
-        "first_failure": None if first_failure is None else str(first_failure.task),
+        "first_failure": None if first_failure is None else first_failure.elsewhere or str(first_failure.task),
         "tasks": [
             {
                 "task": str(task.task),

@@ -15,8 +15,11 @@ from tfdist.errors import LaunchError
 LONGEST_SOCKET_PATH = 103
 
 
-def make_run_dir() -> str:
-    """Returns a new folder that only this user can enter, with the run's secret in it.
+def make_run_dir(*, with_secret: bool = True) -> str:
+    """Returns a new folder that only this user can enter.
+
+    Args:
+        with_secret: Whether the run's secret is in it, by which its tasks know each other.
 
     Raises:
         LaunchError: No folder for temporary files can be written.
@@ -26,9 +29,10 @@ def make_run_dir() -> str:
         folder = "/tmp"
     try:
         path = tempfile.mkdtemp(prefix="tfdist-", dir=folder)
-        number = os.open(os.path.join(path, "secret"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(number, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        if with_secret:
+            number = os.open(os.path.join(path, "secret"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(number, "w", encoding="ascii") as file:
+                file.write(secrets.token_hex(32) + "\n")
     except OSError as error:
         raise LaunchError(f"the run's private folder can not be made in {folder}: {error}; set TMPDIR") from error
     return path

@@ -138,10 +138,12 @@ class Supervisor:
 
     def _plan_line(self) -> str:
         tasks = self._plan.tasks
-        listed = ", ".join(f"{task.task} at {task.address}" for task in tasks[:8])
+        listed = ", ".join(map(str, tasks[:8]))
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
         logs = f"; logs in {self._options.log_dir}" if self._options.log_dir else ""
-        return f"{len(tasks)} task{'s' * (len(tasks) > 1)} on this host: {listed}{more}{logs}"
+        total = len(self._plan.cluster.tasks)
+        of_all = f" of the cluster's {total}" if total > len(tasks) else ""
+        return f"{len(tasks)}{of_all} task{'s' * (len(tasks) > 1 or bool(of_all))} on this host: {listed}{more}{logs}"
 
     def _log_file(self, task: object) -> BinaryIO | None:
         if self._options.log_dir is None:
@@ -239,8 +241,8 @@ class Supervisor:
     def _look_for_end_of_chief(self) -> None:
         if not self._plan.cluster.has_ps or self._stop is not None:
             return
-        chief = next(task for task in self._tasks if task.task == self._plan.chief)
-        if chief.code == 0 and any(task.is_alive for task in self._tasks):
+        chief = next((task for task in self._tasks if task.task == self._plan.chief), None)
+        if chief is not None and chief.code == 0 and any(task.is_alive for task in self._tasks):
             self._begin_stop("chief is done", signal.SIGTERM, FAILURE_GRACE_S, 0)
 
     def _look_at_start(self) -> None:
@@ -383,7 +385,9 @@ class Supervisor:
                 break
 
     def _last_words(self, code: int) -> None:
-        if self._verdict is not None:
+        if self._verdict is not None and self._verdict.elsewhere is not None:
+            self._write(self._lost_block(self._verdict))
+        elif self._verdict is not None:
             lines = report.failure_block(
                 self._options.name,
                 self._verdict,
@@ -412,6 +416,11 @@ class Supervisor:
             if task.words is not None:
                 return {**read_error_file(self._run_dir, task.plan.local_index), "by": str(task.task)}
         return record
+
+    def _lost_block(self, verdict: Verdict) -> list[str]:
+        cluster = self._plan.cluster
+        address = next((cluster.address(task) for task in cluster.tasks if str(task) == verdict.elsewhere), "")
+        return report.lost_block(self._options.name, verdict, address, self._tasks, self._record(verdict))
 
     def _was_out_of_memory(self) -> bool:
         kills = machine.out_of_memory_kills()

@@ -7,7 +7,7 @@ import pytest
 from tfdist.cluster import Task
 from tfdist.launch.blame import Seen, Verdict, Words, first_failure
 
-A, B, C = (Task("worker", i) for i in range(3))
+A, B, C, D = (Task("worker", i) for i in range(4))
 
 
 def lost(at, task):
@@ -31,6 +31,9 @@ def lost(at, task):
         ([Seen(A, words=lost(0.9, C)), Seen(B, words=lost(0.8, A)), Seen(C)], Verdict(C, "hearsay", A)),
         ([Seen(A, words=lost(0.9, B)), Seen(B, words=lost(0.8, A))], Verdict(B, "hearsay", B)),
         ([Seen(A, words=Words(at=0.9, code=1, consequence=True)), Seen(B)], Verdict(A, "hearsay", A)),
+        # A task of another host.
+        ([Seen(A, words=lost(0.9, D)), Seen(B, words=lost(0.8, A))], Verdict(A, "hearsay", A, elsewhere="worker 3")),
+        ([Seen(A, words=lost(0.9, D)), Seen(B, -9, 1.0)], Verdict(B, "own")),
         # What we stopped does not count.
         ([Seen(A, -15, 1.0, stopped=True), Seen(B)], None),
         ([Seen(A, -15, 1.0, stopped=True), Seen(B, 2, 3.0)], Verdict(B, "own")),

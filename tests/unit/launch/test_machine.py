@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from tfdist.errors import LaunchError
 from tfdist.launch import machine
 
 
@@ -26,6 +27,11 @@ def test_a_containers_limit_counts(tmp_path, text, limit):
         ("0", ("0",)),
         ("2,3", ("2", "3")),
         ("0,-1,1", ("0",)),
+        ("NoDevFiles", ()),
+        ("none", ()),
+        ("1, ,2", ("1",)),
+        ("1,", ("1",)),
+        ("MIG-GPU-8932f937-d72c/7/0", ("MIG-GPU-8932f937-d72c/7/0",)),
         ("GPU-8932f937, MIG-1", ("GPU-8932f937", "MIG-1")),
     ],
 )
@@ -33,8 +39,13 @@ def test_gpus_are_those_that_cuda_would_see(visible, gpus):
     assert machine.gpus({"CUDA_VISIBLE_DEVICES": visible}) == gpus
 
 
+def test_a_gpu_named_twice_which_cuda_takes_for_none_at_all_is_refused():
+    with pytest.raises(LaunchError, match="'0,1,0' names the GPU 0 twice"):
+        machine.gpus({"CUDA_VISIBLE_DEVICES": "0,1,0"})
+
+
 def test_without_a_choice_all_devices_count(tmp_path):
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+    for name in ("nvidia3", "nvidia12", "nvidiactl", "nvidia-uvm"):  # a container may have any two
         (tmp_path / name).touch()
     assert machine.gpus({}, str(tmp_path / "nvidia[0-9]*")) == ("0", "1")
 

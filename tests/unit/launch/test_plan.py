@@ -6,8 +6,10 @@ import json
 
 import pytest
 
+from tfdist import tf_config
 from tfdist.errors import LaunchError
 from tfdist.launch.plan import Options, make_plan
+from tfdist.launch.share import split
 
 
 def plan(environ=None, processors=8, gpus=(), **options):
@@ -60,6 +62,69 @@ def test_a_foreign_tf_config_is_replaced_and_said_so():
     made = plan({"TF_CONFIG": '{"cluster": {"worker": ["old:1"]}}'})
     assert "old" not in environ_of(made)["TF_CONFIG"]
     assert any("TF_CONFIG was set and is replaced" in note for note in made.notes)
+
+
+def shared_plan(cluster, job, index, count, gpus):
+    config = tf_config.parse(json.dumps({"cluster": cluster, "task": {"type": job, "index": index}, "job": "x"}))
+    asked = Options(command=("train.py",), share=split(config, count))
+    environ = {"TF_CONFIG": "the host's", "http_proxy": "http://proxy:1"}
+    return make_plan(asked, run_dir="/run/x", environ=environ, processors=8, gpus=gpus)
+
+
+def test_a_share_of_a_cluster_gets_the_whole_cluster_with_local_numbers_and_one_gpu_each():
+    made = shared_plan({"worker": ["a:2222", "b:2222"]}, "worker", 1, 2, ("4", "MIG-7"))
+    assert [str(task) for task in made.tasks] == ["worker 2 at b:2222", "worker 3 at b:2223"]
+    for i, environ in enumerate(task.environ for task in made.tasks):
+        assert json.loads(environ["TF_CONFIG"]) == {
+            "cluster": {"worker": ["a:2222", "a:2223", "b:2222", "b:2223"]},
+            "task": {"type": "worker", "index": 2 + i},
+            "job": "x",
+        }
+        assert environ["CUDA_VISIBLE_DEVICES"] == ("4", "MIG-7")[i]
+        assert (environ["TFDIST_LOCAL_INDEX"], environ["TFDIST_LOCAL_COUNT"]) == (str(i), "2")
+        assert environ["no_grpc_proxy"].startswith("a,b,")
+    assert made.notes[0].startswith("TF_CONFIG has 2 entries; each that trains is taken to run 2 tasks, on every host")
+    assert not any("replaced" in note for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "job", "index", "count", "gpus", "shares"),
+    [
+        ({"worker": ["a:1", "b:1"]}, "worker", 0, 3, ("0", "1"), ["0", "1", "0"]),
+        ({"worker": ["a:1", "b:1"]}, "worker", 0, 1, (), [None]),
+        # An entry for each GPU: this is the second.
+        ({"worker": ["a:1", "a:2"]}, "worker", 1, 1, ("0", "1"), ["1"]),
+        # ... and its user has picked the GPU already.
+        ({"worker": ["a:1", "a:2"]}, "worker", 1, 1, ("1",), ["1"]),
+        ({"chief": ["a:1"], "worker": ["b:1"]}, "chief", 0, 2, ("0", "1"), ["0", "1"]),
+        ({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, "chief", 0, 2, ("0", "1"), [""]),
+        ({"chief": ["a:1"], "worker": ["b:1"], "ps": ["c:1"]}, "ps", 0, 2, ("0", "1"), [""]),
+        ({"worker": ["a:1", "b:1"]}, "evaluator", 0, 2, ("0", "1"), ["0"]),
+    ],
+)
+def test_a_share_deals_out_the_gpus_of_its_host(cluster, job, index, count, gpus, shares):
+    made = shared_plan(cluster, job, index, count, gpus)
+    assert [task.environ.get("CUDA_VISIBLE_DEVICES") for task in made.tasks] == shares
+
+
+def test_an_evaluator_has_no_address_and_no_peers_to_train_with():
+    made = shared_plan({"worker": ["a:1", "b:1"]}, "evaluator", 0, 1, ())
+    assert [str(task) for task in made.tasks] == ["evaluator 0"]
+    assert made.trains == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "note"),
+    [
+        ({"workers": 1}, ("0", "1"), "1 of 2 GPUs used, one per task; --workers gpu uses all"),
+        ({"workers": 3}, ("0",), "3 tasks share 1 GPU, so that their sums do not go through NCCL"),
+        ({"workers": 2}, ("0", "1"), None),
+        ({"workers": 1, "ps": 1}, ("0",), None),
+    ],
+)
+def test_gpus_that_are_shared_or_left_over_are_noted(options, gpus, note):
+    notes = [text for text in plan(gpus=gpus, **options).notes if "GPU" in text]
+    assert notes == ([note] if note else [])
 
 
 @pytest.mark.parametrize(

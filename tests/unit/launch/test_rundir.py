@@ -23,6 +23,14 @@ def test_only_this_user_can_enter_and_read_the_secret():
     assert not os.path.exists(path)
 
 
+def test_a_run_that_spans_hosts_has_no_secret():
+    path = make_run_dir(with_secret=False)
+    try:
+        assert os.listdir(path) == []
+    finally:
+        remove_run_dir(path)
+
+
 def test_a_long_temporary_folder_does_not_make_the_socket_path_too_long(tmp_path, monkeypatch):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
