@@ -1,0 +1,100 @@
+"""Private names of TensorFlow's parameter-server strategy and its coordinator: the only place that uses them.
+
+Read in TensorFlow 2.21.0; the oldest release this is tested with is 2.19.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.data.ops import iterator_ops
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.distribute.coordinator import values as coordinator_values
+from tensorflow.python.framework import ops
+
+READ_IN = "2.21.0"
+
+
+def num_workers(strategy: Any) -> int:
+    return int(strategy._num_workers)
+
+
+def num_ps(strategy: Any) -> int:
+    return int(strategy._num_ps)
+
+
+def is_worker_failure(error: BaseException) -> bool:
+    """Whether an error says that a worker is gone, whose closure the coordinator then runs again."""
+    return bool(cluster_coordinator._is_worker_failure(error)) and not is_ps_failure(error)
+
+
+def is_ps_failure(error: BaseException) -> bool:
+    """Whether an error says that a parameter server is gone."""
+    return bool(cluster_coordinator._is_ps_failure(error))
+
+
+def failed_ps(error: BaseException) -> list[int]:
+    """Returns the indices of the parameter servers that an error names."""
+    return sorted({int(number) for number in re.findall(r"/job:ps/replica:0/task:([0-9]+)", str(error))})
+
+
+def stop(coordinator: Any) -> None:
+    """Ends a coordinator's threads, which otherwise live as long as the process."""
+    coordinator._cluster.stop()
+
+
+def per_worker_iterators(coordinator: Any, make: Callable[[int, int], tf.data.Dataset]) -> tuple[Any, Any, Any]:
+    """Returns (iterators, indices of the workers, element_spec), the first two as arguments of closures.
+
+    TensorFlow's own `create_per_worker_dataset` calls its function once, with the context of worker 0 of 1, for all
+    workers (parameter_server_strategy_v2.py, `_distribute_datasets_from_function`).
+    """
+    workers = coordinator._cluster.workers
+    iterators, indices, spec = [], [], None
+    for worker in workers:
+        made = tf.function(functools.partial(make, worker.worker_index, len(workers)), autograph=False)
+        concrete = made.get_concrete_function()
+        spec = concrete.structured_outputs.element_spec
+        iterator = worker.create_resource(lambda concrete=concrete: iter(concrete()))
+        iterator._type_spec = iterator_ops.IteratorSpec(spec)
+        index = worker.create_resource(lambda i=worker.worker_index: tf.constant(i))
+        index._type_spec = tf.TensorSpec([], tf.int32)
+        iterators.append(iterator)
+        indices.append(index)
+    values = coordinator_values.PerWorkerValues
+    return values(tuple(iterators)), values(tuple(indices)), spec
+
+
+def place(strategy: Any, choose: Callable[[Sequence[int], tf.DType, str], int]) -> None:
+    """Lets `choose(shape, dtype, name)` say on which parameter server each further variable is made.
+
+    TensorFlow takes turns, whatever the variables' sizes (parameter_server_strategy_v2.py,
+    `_create_variable_round_robin`); an optimizer's slots go where their variable is.
+    """
+    extended = strategy.extended
+
+    def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
+        shape, dtype = _shape_and_dtype(kwargs)
+        index = choose(shape, dtype, kwargs.get("name") or "Variable")
+        with ops.colocate_with(None, ignore_existing=True), tf.device(f"/job:ps/task:{index}/device:CPU:0"):
+            variable = next_creator(**kwargs)
+        extended._variable_count += 1
+        return variable
+
+    extended._create_variable_round_robin = create
+
+
+def _shape_and_dtype(kwargs: dict[str, Any]) -> tuple[Sequence[int], tf.DType]:
+    """Of a variable that is about to be made; its initializer is only traced."""
+    initial, dtype, shape = kwargs.get("initial_value"), kwargs.get("dtype"), kwargs.get("shape")
+    if callable(initial):
+        traced = tf.function(lambda: tf.convert_to_tensor(initial(), dtype=dtype), autograph=False)
+        spec = traced.get_concrete_function().structured_outputs
+    else:
+        spec = initial if tf.is_tensor(initial) else tf.convert_to_tensor(initial, dtype=dtype)
+    shape = spec.shape if shape is None else tf.TensorShape(shape)
+    return [size or 0 for size in (shape.as_list() if shape.rank is not None else [])], spec.dtype
