@@ -20,6 +20,7 @@ _HOME = {
     "all_reduce": "tfdist.process",
     "barrier": "tfdist.process",
     "callbacks": "tfdist.callbacks",
+    "check_same": "tfdist.trainer.agreement",
     "create_strategy": "tfdist.strategy",
     "data": "tfdist.data",
     "errors": "tfdist.errors",
@@ -29,8 +30,8 @@ _HOME = {
     "resolve": "tfdist.tf_config",
     "save": "tfdist.saving",
     "testing": "tfdist.testing",
-}
     "whole_batch": "tfdist.trainer.whole_batch",
+}
 __all__ = sorted([*_HOME, "__version__"])
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
     from tfdist.saving import save as save
     from tfdist.strategy import create_strategy as create_strategy
     from tfdist.tf_config import resolve as resolve
+    from tfdist.trainer.agreement import check_same as check_same
+    from tfdist.trainer.whole_batch import whole_batch as whole_batch
 
 # Before TensorFlow is imported, so that a create_strategy() that comes too late can say what came before it.
 _first_use.watch()

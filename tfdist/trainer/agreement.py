@@ -8,14 +8,46 @@ import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
+from tfdist import process
 from tfdist.collectives import Group
 from tfdist.errors import DataError, MismatchError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component
 
 logger = logging.getLogger(__name__)
+
+
+def check_same(what: Any, name: str = "check_same") -> None:
+    """Raises on every task where the tasks hold different values; every task calls it. Costs one small message.
+
+    `fit` does so after every epoch by itself, and `tfdist.callbacks.CheckSame` between its steps; this is for a loop of
+    your own, or after a model was made or loaded.
+
+    Args:
+        what: A Keras model (its variables and its optimizer's), an optimizer, or a list of variables.
+        name: Begins the message, e.g. "after step 7".
+
+    Raises:
+        MismatchError: The message names the first variable that differs, and the tasks that hold another value of it
+            than the chief.
+
+    Example:
+        tfdist.check_same(model, "before training")
+    """
+    current = process.current()
+    if current is None or current.group is None:
+        return
+    if isinstance(what, keras.Model):
+        variables = shared_variables(what)
+    elif hasattr(what, "variables"):
+        apart = {id(variable) for variable in internals.accumulators(what)}
+        variables = [variable for variable in what.variables if id(variable) not in apart]
+    else:
+        variables = list(what)
+    Agreement(current.group).check_variables(variables, name)
 
 
 class Agreement:
@@ -29,6 +61,27 @@ class Agreement:
         if self.group is None:
             return flag
         return bool(self.group.all_reduce([np.array(flag)], op="max", tag=tag)[0])
+
+    def any_after_step(self, flag: bool, scalars: Sequence[Any], when: str) -> bool:
+        """Returns whether the flag is set on any task; in the same small message it checks a few variables.
+
+        Args:
+            flag: This task's.
+            scalars: Variables of one number each, of which every task holds the same, e.g. the learning rate.
+            when: For the message, e.g. "after step 3 of epoch 1".
+
+        Raises:
+            MismatchError: On every task, where one holds another number.
+        """
+        if self.group is None or not scalars:
+            return self.any(flag, "stop")
+        checksum = _checksum(_values(scalars))
+        # The largest of x and of -x tell whether all tasks have the same x.
+        mine = np.array([flag, checksum, -checksum], np.int64)
+        stop, largest, smallest = self.group.all_reduce([mine], op="max", tag="stop")[0]
+        if largest != -smallest:
+            self.check_variables(scalars, when)
+        return bool(stop)
 
     def require_same(self, call: str, arguments: dict[str, Any]) -> None:
         """Raises on every task where tasks would not do the same thing.
@@ -86,30 +139,40 @@ class Agreement:
             return number
         return int(self.group.broadcast([np.array(number, np.int64)], root=0, tag=tag)[0])
 
-    def check_variables(self, variables: Sequence[Any], epoch: int) -> None:
-        """Raises where tasks hold different values after an epoch: something changed them on one task alone.
+    def check_variables(self, variables: Sequence[Any], when: str) -> None:
+        """Raises where tasks hold different values: something changed them on one task alone.
+
+        Args:
+            variables: The same ones on every task, in the same order.
+            when: For the message, e.g. "after epoch 1".
 
         Raises:
-            MismatchError: The message names the first variable that differs, and the tasks.
+            MismatchError: On every task; the message names the first variable that differs, and the tasks.
         """
         if self.group is None:
             return
-        mine = [_checksum([array]) for array in _values(variables)]
-        total = np.array(zlib.crc32(json.dumps(mine).encode()), np.int64)
-        every = [int(value) for value in self.group.all_gather(total, tag="variables after an epoch")]
+        arrays = _values(variables)
+        mine = [[_checksum([array]), str(array.ravel()[0]) if array.size == 1 else None] for array in arrays]
+        total = np.array(zlib.crc32(json.dumps([checksum for checksum, _ in mine]).encode()), np.int64)
+        every = [int(value) for value in self.group.all_gather(total, tag="values of variables")]
         if len(set(every)) == 1:
             return
-        lists = [json.loads(t) for t in self.group.all_gather_bytes(json.dumps(mine).encode(), tag="which variables")]
-        different = [
-            variable.path
-            for number, variable in enumerate(variables)
-            if any(theirs[number : number + 1] != mine[number : number + 1] for theirs in lists)
-        ]
-        apart = [str(task) for task, theirs in zip(self.group.tasks, lists, strict=True) if theirs != lists[0]]
+        text = json.dumps(mine).encode()
+        lists = [json.loads(t) for t in self.group.all_gather_bytes(text, tag="which variables")]
+        if len({len(theirs) for theirs in lists}) > 1:
+            counts = ", ".join(f"{len(v)} on {task}" for task, v in zip(self.group.tasks, lists, strict=True))
+            raise MismatchError(f"{when}: the tasks hold other numbers of variables: {counts}")
+        checksums = [[checksum for checksum, _ in theirs] for theirs in lists]
+        different = [n for n in range(len(variables)) if len({theirs[n] for theirs in checksums}) > 1]
+        apart = [i for i, theirs in enumerate(checksums) if theirs != checksums[0]]
+        names = ", ".join(_name_of(variables[n]) for n in different[:3]) + (" ..." if len(different) > 3 else "")
+        first, other = lists[0][different[0]][1], lists[apart[0]][different[0]][1]
+        numbers = "" if first is None else f" ({other} on {self.group.tasks[apart[0]]}, not {first})"
         raise MismatchError(
-            f"after epoch {epoch + 1} {' and '.join(apart)} hold other values than {self.group.tasks[0]} of "
-            f"{', '.join(different[:3])}{' ...' if len(different) > 3 else ''}: a callback changed them on some tasks "
-            "only, or the step updates them from its own rows without optimizer.apply_gradients"
+            f"{when}: {' and '.join(str(self.group.tasks[i]) for i in apart)} "
+            f"{'holds' if len(apart) == 1 else 'hold'} other values than {self.group.tasks[0]} of {names}{numbers}: a "
+            "callback changed them on some tasks only, or the step updates them from its own rows without "
+            "optimizer.apply_gradients"
         )
 
     def rows_of_step(self, rows: int | None, step: int, *, own: bool) -> int | None:
@@ -152,9 +215,23 @@ class Agreement:
             )
 
 
+def shared_variables(model: Any) -> list[Any]:
+    """Returns the variables of a model and its optimizer that are the same on every task between two steps."""
+    optimizer = getattr(model, "optimizer", None)
+    kept = [] if optimizer is None else internals.accumulators(optimizer)
+    apart = {id(variable) for variable in kept}
+    every = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
+    return [variable for variable in every if id(variable) not in apart]
+
+
+def _name_of(variable: Any) -> str:
+    return str(getattr(variable, "path", None) or getattr(variable, "name", "a variable"))
+
+
 def _values(variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
     """This task's own values."""
-    return [np.asarray(local_component(internals.native(v)).numpy()) for v in variables]
+    natives = [internals.native(v) if isinstance(v, keras.Variable) else v for v in variables]
+    return [np.asarray(local_component(native).numpy()) for native in natives]
 
 
 def _checksum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:

@@ -1,27 +1,98 @@
-"""Which of the user's callbacks run on this task.
+"""Which callbacks run on this task, and what the tasks must know of each other's.
 
 Every callback runs on every task, with the same logs, so that all take the same decision; but those of Keras that write
-files, send messages or draw run on the chief alone, or all tasks would write the same file at once.
+files, send messages or draw run on the chief alone, or all tasks would write the same file at once. `docs/callbacks.md`
+says so to users; a test compares it with the two tuples here, and these with what Keras has.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import keras
 
 # BackupAndRestore loads in on_train_begin; `fit` then gives the chief's variables and epoch to all tasks.
-CHIEF_ONLY = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.ProgbarLogger,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
+ON_THE_CHIEF = (
+    "BackupAndRestore",
+    "CSVLogger",
+    "ModelCheckpoint",
+    "OrbaxCheckpoint",  # Keras 3.13
+    "ProgbarLogger",
+    "RemoteMonitor",
+    "TensorBoard",
 )
+ON_EVERY_TASK = (
+    "EarlyStopping",
+    "History",
+    "LambdaCallback",
+    "LearningRateScheduler",
+    "ReduceLROnPlateau",
+    "SwapEMAWeights",
+    "TerminateOnNaN",
+)
+CHIEF_ONLY = tuple(getattr(keras.callbacks, name) for name in ON_THE_CHIEF if hasattr(keras.callbacks, name))
+# These change the model: on some tasks only, they would leave the others with another one.
+_CHANGE_THE_MODEL = (
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ReduceLROnPlateau,
+    keras.callbacks.SwapEMAWeights,
+)
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
+def flat(callbacks: Any) -> list[Any]:
+    """Returns the callbacks of what a user passes as `callbacks`: one, nested lists, a CallbackList, None."""
+    every: list[Any] = []
+    for callback in [] if callbacks is None else keras.tree.flatten(callbacks):
+        every += flat(callback.callbacks) if isinstance(callback, keras.callbacks.CallbackList) else [callback]
+    return every
 
 
 def for_this_task(callbacks: Any, *, is_chief: bool) -> list[Any]:
     """Returns the callbacks that this task calls, in order."""
     every = [] if callbacks is None else keras.tree.flatten(callbacks)
+    every = [list_for_this_task(c, is_chief=is_chief) if _is_list(c) else c for c in every]
     return [c for c in every if is_chief or not isinstance(c, CHIEF_ONLY)]
+
+
+def list_for_this_task(callbacks: keras.callbacks.CallbackList, *, is_chief: bool) -> keras.callbacks.CallbackList:
+    """Returns a user's CallbackList as this task calls it; the user's own stays as it is."""
+    if is_chief:
+        return callbacks
+    mine = copy.copy(callbacks)
+    mine.callbacks = for_this_task(callbacks.callbacks, is_chief=False)
+    return mine
+
+
+def needed_on_every_task(callbacks: Any) -> list[str]:
+    """Returns the names of those of Keras' callbacks that change the model, in order."""
+
+    def name_of(callback: Any) -> str | None:
+        if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights:
+            return "EarlyStopping(restore_best_weights=True)"
+        return next((kind.__name__ for kind in _CHANGE_THE_MODEL if isinstance(callback, kind)), None)
+
+    return [name for name in map(name_of, flat(callbacks)) if name is not None]
+
+
+def may_act_between_steps(callbacks: Any) -> bool:
+    """Whether code of the user's runs between two steps of `fit`, which might change the learning rate."""
+    theirs = [callback for callback in flat(callbacks) if not _leaves_optimizer_alone(callback)]
+    return any(_overrides(callback, hook) for callback in theirs for hook in _BATCH_HOOKS)
+
+
+def _is_list(callback: Any) -> bool:
+    return isinstance(callback, keras.callbacks.CallbackList)
+
+
+def _leaves_optimizer_alone(callback: Any) -> bool:
+    """Whether it is one of Keras' own, but for that which takes functions, or may run beside the next step."""
+    kind = type(callback)
+    name = kind.__name__
+    is_keras = name in ON_THE_CHIEF + ON_EVERY_TASK and kind is getattr(keras.callbacks, name, None)
+    return (is_keras and name != "LambdaCallback") or getattr(callback, "async_safe", False)
+
+
+def _overrides(callback: Any, hook: str) -> bool:
+    return getattr(getattr(callback, hook), "__func__", None) is not getattr(keras.callbacks.Callback, hook)

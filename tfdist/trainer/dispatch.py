@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import tf_config
+from tfdist import files, tf_config
 from tfdist.errors import StrategyError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.trainer import hooks, loop
@@ -89,11 +89,31 @@ def _leave_to_chief(method: str) -> Callable[[Callable[..., Any]], Callable[...,
                 # All tasks writing one file leave a broken one.
                 logger.info("model.%s(%r) is left to the chief", method, str(filepath))
                 return None
+            if isinstance(engine, SynchronousEngine) and _can_be_replaced(filepath, *args, **kwargs):
+                # Keras empties the old file first: a kill while ModelCheckpoint writes would leave none.
+                return files.write(os.fspath(filepath), lambda path: original(self, path, *args, **kwargs))
             return original(self, filepath, *args, **kwargs)
 
         return dispatched
 
     return make
+
+
+def _can_be_replaced(
+    filepath: Any,
+    overwrite: bool = True,
+    third: Any = None,  # zipped or max_shard_size
+    *,
+    zipped: bool | None = None,
+    max_shard_size: float | None = None,
+    **_: Any,
+) -> bool:
+    """Whether `save` or `save_weights` writes this as one file of this machine, and asks nobody before."""
+    if not overwrite or zipped is False or not (max_shard_size is None and third in (None, True)):
+        return False
+    path = os.fspath(filepath) if isinstance(filepath, (str, os.PathLike)) else ""
+    is_file = path.endswith((".keras", ".h5")) and not files.is_remote(path)
+    return is_file and not os.path.isdir(files.local(path)) and not files.is_unfinished(path)
 
 
 def _send_to_loop(method: str, *, several_only: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

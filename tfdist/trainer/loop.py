@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.internals import keras as internals
-from tfdist.trainer.callbacks import for_this_task
+from tfdist.trainer.callbacks import for_this_task, list_for_this_task, may_act_between_steps, needed_on_every_task
 from tfdist.trainer.function import Steps
 from tfdist.trainer.inputs import Input
 from tfdist.trainer.synchronous import SynchronousEngine
@@ -82,8 +82,10 @@ def fit(
                 **data.summary(""),
                 **(validation.summary("validation ") if validation else {}),
                 "validation_freq": validation_freq if validation else None,
+                "callbacks that change the model": needed_on_every_task(callbacks),
             },
         )
+        acts_between_steps = engine.agreement.any(may_act_between_steps(callbacks), "callbacks")
         engine.prepare(model, data.source.element_spec, training=True)
         engine.warn(model)
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=epochs, data=data, history=True)
@@ -96,10 +98,12 @@ def fit(
         if verbose != 0:
             _log_plan(engine, data)
         function = engine.function(model, "train")
+        numbers = engine.small_variables(model)
         training_logs: dict[str, Any] | None = None
         for epoch in range(first_epoch, epochs):
             engine.reset_metrics(model)
             callbacks.on_epoch_begin(epoch)
+            engine.agreement.check_variables(numbers, f"at the beginning of epoch {epoch + 1}")
             logs = _run_epoch(
                 engine,
                 model,
@@ -109,6 +113,7 @@ def fit(
                 callbacks.on_train_batch_begin,
                 callbacks.on_train_batch_end,
                 lambda: model.stop_training,
+                numbers if acts_between_steps else (),
             )
             epoch_logs = dict(engine.results(model, logs))
             if validation is not None and internals.should_evaluate(model, epoch, validation_freq):
@@ -116,7 +121,7 @@ def fit(
                 epoch_logs.update({f"val_{name}": number for name, number in value.items()})
             callbacks.on_epoch_end(epoch, epoch_logs)
             training_logs = epoch_logs
-            engine.agreement.check_variables(engine.shared_variables(model), epoch)
+            engine.agreement.check_variables(engine.shared_variables(model), f"after epoch {epoch + 1}")
             model.stop_training = engine.agreement.any(model.stop_training, "stop_training")
             if model.stop_training:
                 break
@@ -294,8 +299,15 @@ def _run_epoch(
     begin: Callable[[int], None],
     end: Callable[[int, Any], None],
     stopped: Callable[[], bool],
+    numbers: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Runs one pass; returns the logs of its last step."""
+    """Runs one pass; returns the logs of its last step.
+
+    Args:
+        numbers: Variables of one number each that no callback may change on some tasks only.
+        begin, end: Called before and after each execution of steps.
+        stopped: Asked after each of them, on every task.
+    """
     logs: dict[str, Any] = {}
     step = 0
     with Watchdog(engine.step_timeout_s) as watchdog:
@@ -315,7 +327,7 @@ def _run_epoch(
             end(step + done - 1, logs)
             engine.progress(step + done)
             watchdog.pat()
-            if engine.agreement.any(stopped(), "stop"):
+            if engine.agreement.any_after_step(stopped(), numbers, f"after step {step + done} of epoch {epoch + 1}"):
                 break
             if done < count:
                 data.ran_out(step + done)
@@ -358,7 +370,7 @@ def _callback_list(
     history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):
-        return callbacks
+        return list_for_this_task(callbacks, is_chief=engine.is_chief)
     return keras.callbacks.CallbackList(
         for_this_task(callbacks, is_chief=engine.is_chief),
         add_history=history,
