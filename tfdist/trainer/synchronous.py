@@ -350,7 +350,7 @@ class SynchronousEngine:
             own = states.to_sum([tf.identity(local_component(internals.native(v))) for v in states.variables])
             whole = states.merged(self._host.sum(own, "epoch logs") if own else [])
             with CaptureScope(list(zip(states.variables, whole, strict=True))):
-                result = model.get_metrics_result()
+                result = _as_tensors(model.get_metrics_result())
         if set(result) != set(logs):  # a custom step's own logs, as in Keras: those of its last step
             result = logs
         return internals.PYTHONIFY.find()(result)
@@ -419,8 +419,9 @@ def _global_logs(
     on some task counts as a number.
     """
     with CaptureScope(list(zip(states.variables, values, strict=True))):
-        local = _results_by_name(model)
-        sure = set(logs) == set(model.get_metrics_result())
+        local = _as_tensors(model.get_metrics_result())
+        sure = set(logs) == set(local)
+        local = local if sure else _results_by_name(model)
     keys = sorted(logs)
     flat = {key: [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs[key])] for key in keys}
     named = [key for key in keys if key in local and _same_structure(local[key], logs[key])]
@@ -430,7 +431,7 @@ def _global_logs(
     answers = [tf.cast(question, tf.float32) for question in questions]
     sums = iter(step.sum_on_host([*states.to_sum(values), *answers, *weighted], "logs"))
     with CaptureScope(list(zip(states.variables, states.merged([next(sums) for _ in states.variables]), strict=True))):
-        whole = _results_by_name(model)
+        whole = _as_tensors(model.get_metrics_result()) if sure else _results_by_name(model)
     is_metric = {key: next(sums) == step.size for key, _ in zip(named, questions, strict=False)}
     result: dict[str, Any] = {}
     for key in keys:
@@ -447,7 +448,13 @@ def _global_logs(
 
 def _results_by_name(model: Any) -> dict[str, Any]:
     """Results as Keras' own step logs them, and under each metric's name as its guides do."""
-    return {**{metric.name: metric.result() for metric in model.metrics}, **model.get_metrics_result()}
+    results = {**{metric.name: metric.result() for metric in model.metrics}, **model.get_metrics_result()}
+    return _as_tensors(results)
+
+
+def _as_tensors(results: Any) -> Any:
+    """Values as they are now: a metric may return its variable itself, which holds this task's own once read later."""
+    return keras.tree.map_structure(tf.convert_to_tensor, results)
 
 
 def _same_structure(one: Any, other: Any) -> bool:

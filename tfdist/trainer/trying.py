@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component
-from tfdist.trainer.metrics import HOOK, flat, merge
+from tfdist.trainer.metrics import HOOK, flat, groups, merge
 from tfdist.trainer.step import CaptureScope
 from tfdist.trainer.whole_batch import is_whole
 
@@ -103,13 +103,14 @@ class Trial:
         parts = [self._states(0, cut), self._states(cut, count)]
         wrong = {}
         for metric in self.metrics:
-            keys = [id(variable) for variable in metric.variables]
-            mine = [[states[key] for key in keys] for states in (none, whole, *parts)]
-            if not _all_close([again[key] for key in keys], mine[1]):
-                continue  # it draws random numbers: two runs over the same rows differ, and nothing can be told
-            problem = _problem_of_hook(metric, *mine) if hasattr(metric, HOOK) else _problem_of_sum(metric, *mine)
-            if problem:
-                wrong[metric.name] = problem
+            for merging, variables in groups([metric]):
+                keys = [id(variable) for variable in variables]
+                mine = [[states[key] for key in keys] for states in (none, whole, *parts)]
+                if not _all_close([again[key] for key in keys], mine[1]):
+                    continue  # it draws random numbers: two runs over the same rows differ, and nothing can be told
+                problem = _problem_of_sum(variables, *mine) if merging is None else _problem_of_hook(merging, *mine)
+                if problem:
+                    wrong[metric.name] = problem
         return wrong
 
     def starts(self) -> list[tuple[Any, np.ndarray[Any, Any]]]:
@@ -117,8 +118,8 @@ class Trial:
         if not self.metrics:
             return []
         none = self._states(0, 0)
-        variables = [variable for metric in self.metrics if not hasattr(metric, HOOK) for variable in metric.variables]
-        return [(v, none[id(v)]) for v in variables if np.any(none[id(v)] != 0)]
+        added = [v for merging, variables in groups(self.metrics) if merging is None for v in variables]
+        return [(v, none[id(v)]) for v in added if np.any(none[id(v)] != 0)]
 
     # -- rows
 
@@ -149,8 +150,8 @@ class Trial:
             return {id(v): np.asarray(scope.get_current_value(v)) for v in self._variables}
 
 
-def _problem_of_sum(metric: Any, none: Any, whole: Any, first: Any, second: Any) -> str:
-    for variable, n, w, a, b in zip(metric.variables, none, whole, first, second, strict=True):
+def _problem_of_sum(variables: Any, none: Any, whole: Any, first: Any, second: Any) -> str:
+    for variable, n, w, a, b in zip(variables, none, whole, first, second, strict=True):
         n, w, a, b = (np.asarray(value, "float64") for value in (n, w, a, b))
         with np.errstate(invalid="ignore"):
             total = a + b - n

@@ -121,35 +121,34 @@ def custom_metric(run: Run) -> dict:
 _BINARY, _CLASSES = (np.arange(40) % 3 == 0).astype("float32")[:, None], np.arange(40) % 4
 _ONE_HOT = np.eye(4, dtype="float32")[_CLASSES]
 _POSITIVE = np.abs(regression(40, 3)[1]) + 0.5
-l = losses
 # name -> (loss, outputs, activation, targets)
 OF_ROWS: dict[str, tuple[Any, int, str | None, np.ndarray]] = {
-    "BinaryCrossentropy": (l.BinaryCrossentropy(label_smoothing=0.1), 1, "sigmoid", _BINARY),
-    "BinaryFocalCrossentropy": (l.BinaryFocalCrossentropy(apply_class_balancing=True), 1, "sigmoid", _BINARY),
-    "CategoricalCrossentropy": (l.CategoricalCrossentropy(from_logits=True), 4, None, _ONE_HOT),
-    "CategoricalFocalCrossentropy": (l.CategoricalFocalCrossentropy(), 4, "softmax", _ONE_HOT),
-    "CategoricalGeneralizedCrossEntropy": (l.CategoricalGeneralizedCrossEntropy(), 4, "softmax", _CLASSES),
-    "CategoricalHinge": (l.CategoricalHinge(), 4, "softmax", _ONE_HOT),
-    "CosineSimilarity": (l.CosineSimilarity(), 4, None, _ONE_HOT),
-    "Hinge": (l.Hinge(), 1, "tanh", 2 * _BINARY - 1),
-    "Huber": (l.Huber(0.5), 1, None, _POSITIVE),
-    "KLDivergence": (l.KLDivergence(), 4, "softmax", _ONE_HOT),
-    "LogCosh": (l.LogCosh(), 1, None, _POSITIVE),
-    "MeanAbsoluteError": (l.MeanAbsoluteError(), 1, None, _POSITIVE),
-    "MeanAbsolutePercentageError": (l.MeanAbsolutePercentageError(), 1, None, _POSITIVE),
-    "MeanSquaredError": (l.MeanSquaredError(dtype="float64"), 1, None, _POSITIVE),
-    "MeanSquaredLogarithmicError": (l.MeanSquaredLogarithmicError(), 1, "softplus", _POSITIVE),
-    "Poisson": (l.Poisson(), 1, "softplus", _POSITIVE),
-    "SparseCategoricalCrossentropy": (l.SparseCategoricalCrossentropy(ignore_class=2), 4, "softmax", _CLASSES),
-    "SquaredHinge": (l.SquaredHinge(), 1, "tanh", 2 * _BINARY - 1),
+    "BinaryCrossentropy": (losses.BinaryCrossentropy(label_smoothing=0.1), 1, "sigmoid", _BINARY),
+    "BinaryFocalCrossentropy": (losses.BinaryFocalCrossentropy(apply_class_balancing=True), 1, "sigmoid", _BINARY),
+    "CategoricalCrossentropy": (losses.CategoricalCrossentropy(from_logits=True), 4, None, _ONE_HOT),
+    "CategoricalFocalCrossentropy": (losses.CategoricalFocalCrossentropy(), 4, "softmax", _ONE_HOT),
+    "CategoricalGeneralizedCrossEntropy": (losses.CategoricalGeneralizedCrossEntropy(), 4, "softmax", _CLASSES),
+    "CategoricalHinge": (losses.CategoricalHinge(), 4, "softmax", _ONE_HOT),
+    "CosineSimilarity": (losses.CosineSimilarity(), 4, None, _ONE_HOT),
+    "Hinge": (losses.Hinge(), 1, "tanh", 2 * _BINARY - 1),
+    "Huber": (losses.Huber(0.5), 1, None, _POSITIVE),
+    "KLDivergence": (losses.KLDivergence(), 4, "softmax", _ONE_HOT),
+    "LogCosh": (losses.LogCosh(), 1, None, _POSITIVE),
+    "MeanAbsoluteError": (losses.MeanAbsoluteError(), 1, None, _POSITIVE),
+    "MeanAbsolutePercentageError": (losses.MeanAbsolutePercentageError(), 1, None, _POSITIVE),
+    "MeanSquaredError": (losses.MeanSquaredError(dtype="float64"), 1, None, _POSITIVE),
+    "MeanSquaredLogarithmicError": (losses.MeanSquaredLogarithmicError(), 1, "softplus", _POSITIVE),
+    "Poisson": (losses.Poisson(), 1, "softplus", _POSITIVE),
+    "SparseCategoricalCrossentropy": (losses.SparseCategoricalCrossentropy(ignore_class=2), 4, "softmax", _CLASSES),
+    "SquaredHinge": (losses.SquaredHinge(), 1, "tanh", 2 * _BINARY - 1),
 }
 OF_THE_WHOLE_BATCH: dict[str, tuple[Any, int, str | None, np.ndarray]] = {
-    "Circle": (l.Circle(), 4, None, _CLASSES),
-    "Dice": (l.Dice(), 4, "softmax", _ONE_HOT),
-    "Dice of each class": (l.Dice(axis=0), 4, "softmax", _ONE_HOT),
-    "Tversky": (l.Tversky(0.3, 0.7, reduction="sum"), 4, "softmax", _ONE_HOT),
+    "Circle": (losses.Circle(), 4, None, _CLASSES),
+    "Dice": (losses.Dice(), 4, "softmax", _ONE_HOT),
+    "Dice of each class": (losses.Dice(axis=0), 4, "softmax", _ONE_HOT),
+    "Tversky": (losses.Tversky(0.3, 0.7, reduction="sum"), 4, "softmax", _ONE_HOT),
     "dice": ("dice", 4, "softmax", _ONE_HOT),
-    "CosineSimilarity along rows": (l.CosineSimilarity(axis=0), 4, None, _ONE_HOT),
+    "CosineSimilarity along rows": (losses.CosineSimilarity(axis=0), 4, None, _ONE_HOT),
 }
 
 
