@@ -17,6 +17,10 @@ Synopsis, in a file of tests:
             first, second = cluster.run(train)
         assert first["loss"] == second["loss"]
 
+    def test_a_model_trains_on_workers_as_in_one_process():
+        report = tfdist.testing.verify(build, (x, y), workers=[2, 3])  # build() returns a compiled model
+        assert report, report
+
 pytest finds the fixture `tfdist_cluster` by itself (`tfdist.testing.plugin`).
 """
 
@@ -32,7 +36,9 @@ _HOME = {
     "ScriptResult": "tfdist.testing.cluster",
     "assert_parity": "tfdist.testing.parity",
     "compare": "tfdist.testing.comparison",
+    "Report": "tfdist.testing.verifying",
     "local_cluster": "tfdist.testing.cluster",
+    "verify": "tfdist.testing.verifying",
 }
 __all__ = sorted(_HOME)
 
@@ -44,6 +50,8 @@ if TYPE_CHECKING:
     from tfdist.testing.comparison import Difference as Difference
     from tfdist.testing.comparison import compare as compare
     from tfdist.testing.parity import assert_parity as assert_parity
+    from tfdist.testing.verifying import Report as Report
+    from tfdist.testing.verifying import verify as verify
 
 
 def __getattr__(name: str) -> object:

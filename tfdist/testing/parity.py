@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tfdist.errors import ParityError
 from tfdist.testing.cluster import PLAIN, TIMEOUT_S, LocalCluster
 from tfdist.testing.comparison import FLOOR, TOLERANCE, Comparison, compare
+from tfdist.testing.verifying import verify
 
 
 def assert_parity(
@@ -29,9 +31,12 @@ def assert_parity(
     other numbers on each task, and `fit(shuffle=True)`, the default for arrays, takes another order than Keras' own
     (the same on any number of tasks). So pass `shuffle=False`.
 
+    A function without parameters is one that returns a compiled model, as for `verify`, which then does the training
+    and looks at every step: `assert_parity(build, (x, y))`.
+
     Args:
         function: At the top level of a file, as for `local_cluster`.
-        arguments: What it gets after the strategy.
+        arguments: What it gets after the strategy; or the data of the model that it returns.
         workers: The number of workers, or several to try one after the other.
         tolerance: The largest max|a - b| / max|b| of an array that counts as equal.
         floor: Arrays whose largest value is below this are compared with it instead.
@@ -54,6 +59,18 @@ def assert_parity(
         def test_training_gives_what_one_process_gives():
             tfdist.testing.assert_parity(train)
     """
+    if not inspect.signature(function).parameters:
+        verify(
+            function,
+            *arguments,
+            workers=workers,
+            tolerance=tolerance,
+            strategy=strategy,
+            seed=seed,
+            timeout_s=timeout_s,
+            env=env,
+        ).check()
+        return
     counts = [workers] if isinstance(workers, int) else list(workers)
 
     def results(count: int, kind: bool | str | Mapping[str, Any]) -> list[Any]:
