@@ -43,7 +43,7 @@ def configure(several: bool, *, computes: bool = True) -> str:
         _hide(gpus)
         return "/CPU:0"
     names = [gpu.name.rpartition("physical_device:")[2] for gpu in gpus]
-    device, advice = choose_device(names, several=several, environ=os.environ, script=sys.argv[0])
+    device, advice = choose_device(names, several=several, environ=os.environ, script=_script())
     if advice and advice not in _said:
         _said.add(advice)
         logger.warning("%s", advice)
@@ -88,6 +88,11 @@ def choose_device(
         "Or, where TF_CONFIG has an entry for each GPU already, give each task its own: CUDA_VISIBLE_DEVICES=0 for the "
         "first, 1 for the second"
     )
+
+
+def _script() -> str:
+    # A notebook's kernel, or what Python calls its own prompt and -c, is nothing that the user wrote.
+    return sys.argv[0] if sys.argv[0].endswith(".py") and "ipykernel" not in sys.argv[0] else ""
 
 
 def _hide(gpus: Sequence[Any]) -> None:

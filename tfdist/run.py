@@ -90,12 +90,11 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from tfdist.errors import LaunchError, TfdistError
 
 if TYPE_CHECKING:
-    from tfdist.cluster import TFConfig
     from tfdist.launch.plan import Options
 
 EXIT_USAGE = 2
@@ -136,6 +135,10 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
     parser = _parser()
     end = _end_of_flags(argv, parser)
     values = parser.parse_args([*_flags_from(environ, parser), *argv[:end]])
+    given = parser.parse_args(argv[:end])
+    if (given.workers is None) != (given.tasks_per_host is None):
+        # Two ways to say the same, and what the environment says is a default.
+        values.workers, values.tasks_per_host = given.workers, given.tasks_per_host
     command = list(argv[end:])
     if command[:1] == ["--"]:
         command = command[1:]
@@ -144,10 +147,17 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
     (_check_module if values.module else _check_script)(command[0])
 
     from tfdist.launch.plan import Options
+    from tfdist.launch.size import Asked, size_of_run
 
+    size = size_of_run(
+        Asked(workers=values.workers, tasks_per_host=values.tasks_per_host, ps=values.ps, chief=values.chief), environ
+    )
     return Options(
         command=("-m", *command) if values.module else tuple(command),
-        **_which_tasks(values, environ),
+        workers=size.workers,
+        ps=size.ps,
+        chief=size.chief,
+        share=size.share,
         log_dir=values.log_dir,
         raw=values.raw,
         pty=not values.no_pty,
@@ -156,74 +166,6 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
         shutdown_timeout_s=values.shutdown_timeout,
         threads_per_task=values.threads_per_task,
     )
-
-
-def _which_tasks(values: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Returns how many workers and ps there are and whether a chief, or this host's share of TF_CONFIG's cluster."""
-    from tfdist.launch import machine, share
-
-    if values.workers is not None and values.tasks_per_host is not None:
-        raise LaunchError(
-            f"--workers {values.workers} and --tasks-per-host {values.tasks_per_host} both say how many tasks run "
-            "here: give one of them"
-        )
-    gpus = len(machine.gpus(environ))
-    config = _config_of_host(values, environ)
-    if config is not None:
-        count = _number(values.tasks_per_host, "--tasks-per-host", gpus)
-        return {"share": share.split(config, count or share.default_tasks_per_host(config, gpus))}
-    flag, asked = "--workers", values.workers
-    if asked is None and values.tasks_per_host is not None:
-        flag, asked = "--tasks-per-host", values.tasks_per_host
-    if asked is None and values.ps:
-        raise LaunchError(f"--ps {values.ps} needs workers: add --workers N")
-    # A chief that trains has a GPU as well.
-    others = int(values.chief and not values.ps)
-    return {
-        "workers": _number(asked, flag, gpus, others=others) or max(1, gpus - others),
-        "ps": values.ps,
-        "chief": values.chief,
-    }
-
-
-def _number(asked: int | str | None, flag: str, gpus: int, *, others: int = 0) -> int | None:
-    """Returns the number that a flag asks for; None leaves it to the default, one for each GPU or one."""
-    if isinstance(asked, int):
-        if asked < 1:
-            raise LaunchError(f"{flag} must be at least 1, not {asked}")
-        return asked
-    if asked == "gpu" and gpus <= others:
-        found = f"{gpus} GPU, which the chief takes," if gpus else "no GPU"
-        raise LaunchError(
-            f"{flag} gpu: there is {found} in CUDA_VISIBLE_DEVICES or as /dev/nvidia*; give a number, {flag} 2, or "
-            "name the GPUs, CUDA_VISIBLE_DEVICES=0,1"
-        )
-    return None
-
-
-def _config_of_host(values: argparse.Namespace, environ: Mapping[str, str]) -> TFConfig | None:
-    """Returns what TF_CONFIG says of this host, or None where the command line asks for a cluster of its own."""
-    from tfdist import tf_config
-
-    # Inside a task of another run it is that task's.
-    text = None if environ.get("TFDIST_RUN_DIR") else environ.get("TF_CONFIG")
-    asked = {"--workers": values.workers is not None, "--ps": values.ps != 0, "--chief": values.chief}
-    own = [flag for flag, is_asked in asked.items() if is_asked]
-    try:
-        config = tf_config.parse(text)
-    except TfdistError as error:
-        if own:
-            return None  # it is replaced, and the tasks never see it
-        raise LaunchError(str(error)) from None
-    if not own or config is None:
-        return config
-    if len(config.cluster.tasks) > 1:
-        raise LaunchError(
-            f"TF_CONFIG names a cluster of {config.cluster.counts}, and {own[0]} asks for another one on this host "
-            "alone: leave out --workers, --ps and --chief to start this host's share of it (--tasks-per-host K says "
-            "how many tasks that is), or unset TF_CONFIG"
-        )
-    return None
 
 
 class _Parser(argparse.ArgumentParser):

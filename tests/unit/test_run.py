@@ -66,6 +66,8 @@ def test_a_command_line_is_read(folder, argv, expected):
         ({"TFDIST_RUN_START_TIMEOUT": "7"}, ["train.py"], {"start_timeout_s": 7.0}),
         ({"TFDIST_RUN_WORKERS": ""}, ["train.py"], {"workers": 1}),
         ({"TFDIST_RUN_TASKS_PER_HOST": "3"}, ["train.py"], {"workers": 3}),
+        ({"TFDIST_RUN_TASKS_PER_HOST": "3"}, ["--workers", "2", "train.py"], {"workers": 2}),
+        ({"TFDIST_RUN_WORKERS": "3"}, ["--tasks-per-host", "2", "train.py"], {"workers": 2}),
     ],
 )
 def test_the_environment_gives_what_the_command_line_leaves_out(folder, environ, argv, expected):
