@@ -1,7 +1,7 @@
 """Gradients of a task's rows -> those of the whole batch, before Keras uses them.
 
-The order is: the loss weighs by the task's share, backward, sum over tasks, check finite, clip, accumulate, apply. The
-share goes into the loss where Keras scales it (`optimizer.scale_loss`), so that what flows back through the layers is
+The order is: loss, share of the task, backward, sum over tasks, check finite, clip, accumulate, apply. The share goes
+in where Keras scales it (`optimizer.scale_loss`), so that what flows back through the layers is
 what one process has: float16 overflows and rounds at the same places. A step of the user's own that never scales its
 loss, because its optimizer does not ask for it, weighs its gradients just before they are summed.
 """
@@ -36,12 +36,12 @@ class Gradients:
         self._step, self._scales_loss = step, scales_loss
         self._applying = False  # inside the outermost optimizer.apply
         self._deferred = False  # the optimizer accumulates: the sum comes later, in _clip_gradients
-        self._scaled: list[Any] = []  # optimizers whose loss was weighed before backward
+        self._scaled: list[Any] = []  # optimizers from whose loss shares flow back
         self._merged_moments = False  # a backward pass through merged batch statistics was traced
         self._applied_kinds: set[bool] = set()  # of each apply: was the loss weighed before backward?
 
     def scale_loss(self, optimizer: Any, scale_loss: Callable[..., Any], loss: Any) -> Any:
-        """Runs `optimizer.scale_loss`, and weighs the loss by the task's share."""
+        """Runs `optimizer.scale_loss`, and weighs what flows back from the loss by the task's share."""
         scaled = scale_loss(optimizer, loss)
         if getattr(scaled.shape, "rank", 0) != 0:
             # One value per row (reduction=None), whose gradient is their sum: this task's rows are a part of it.
@@ -50,7 +50,13 @@ class Gradients:
         if not (self._scales_loss or internals.scales_loss(optimizer)):
             return scaled
         self._scaled.append(optimizer)
-        return self._step.times_share(scaled)
+
+        @tf.custom_gradient
+        def weighed(loss: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+            # The loss itself stays what it is: a step may log it.
+            return tf.identity(loss), self._step.times_share
+
+        return weighed(scaled)
 
     def merged_moments(self, upstream: tf.Tensor) -> tf.Tensor:
         """Returns what flows back to every task from statistics that were merged over the tasks."""
@@ -69,7 +75,7 @@ class Gradients:
         clipping.
         """
         if self._applying:  # LossScaleOptimizer and MultiOptimizer call the optimizers inside them
-            result = apply(optimizer, gradients, variables)
+            result = apply(optimizer, self._after_sums(gradients), variables)
             self._wait_for_sums_inside(optimizer, variables)
             return result
         variables = None if variables is None else list(variables)
@@ -81,6 +87,7 @@ class Gradients:
         self._deferred = internals.accumulates(optimizer)
         if self._deferred:
             gradients = [self._weighed(g, v, is_weighed) for g, v in zip(gradients, known, strict=True)]
+            gradients = self._after_sums(gradients)
         else:
             gradients = self.merge(gradients, known, is_weighed)
         self._applying = True
@@ -99,6 +106,15 @@ class Gradients:
                 "BatchNormalization(synchronized=True), whose gradients can't then be told apart; use "
                 "LossScaleOptimizer for all optimizers of the step or for none"
             )
+
+    def _after_sums(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Lets the sum that an accumulating optimizer has in a tf.cond wait for all that came before."""
+        if not self._deferred:
+            return gradients
+        with self._step.after_sums():
+            return [
+                None if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in gradients
+            ]
 
     def _wait_for_sums_inside(self, optimizer: Any, variables: Any) -> None:
         """Sums that follow wait for the one that an accumulating optimizer has in a tf.cond.

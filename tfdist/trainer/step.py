@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import keras
@@ -118,6 +118,7 @@ class Step:
         self._captured: list[Any] = []
         self._forbidden: type[Exception] | None = None
         self._after: list[tf.Tensor] = []  # sums wait for these
+        self._latest: list[tf.Tensor] = []  # what the last sum gave
         self.gradients = Gradients(self, scales_loss=scales_loss)
 
     @property
@@ -159,12 +160,12 @@ class Step:
         if self._forbidden is not None:
             raise self._forbidden(tag)
         with tf.control_dependencies(self._after):
-            return self._reduction.sum(tensors, tag)
+            return self._noted(self._reduction.sum(tensors, tag))
 
     def sum_on_host(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         """The same for states of metrics, which never need a device."""
         with tf.control_dependencies(self._after):
-            return self._host.sum(tensors, tag) if tensors else []
+            return self._noted(self._host.sum(tensors, tag)) if tensors else []
 
     # -- running it
 
@@ -221,14 +222,16 @@ class Step:
         """Returns the largest of each tensor's values over the tasks that have rows."""
         lowest = [tf.where(self.live, t, t.dtype.min) for t in tensors]
         with tf.control_dependencies(self._after):
-            return self._host.max(lowest, tag) if lowest else []
+            return self._noted(self._host.max(lowest, tag)) if lowest else []
 
     def gather(self, slices: tf.IndexedSlices, tag: str) -> tf.IndexedSlices:
         """Returns the rows of all tasks that have some, in task order."""
         if self._forbidden is not None:
             raise self._forbidden(tag)
         with tf.control_dependencies(self._after):
-            return self._reduction.gather(slices, self.live, tag)
+            gathered = self._reduction.gather(slices, self.live, tag)
+        self._noted([gathered.values])
+        return gathered
 
     def gather_rows(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
         """Returns each tensor with the rows of all tasks, and a function that takes this task's rows of such a tensor.
@@ -243,7 +246,7 @@ class Step:
             nonlocal start
             with tf.control_dependencies(self._after):
                 wholes, start = self._host.gather_rows(parts, self.live, "rows of the whole batch")
-            return wholes
+            return self._noted(wholes)
 
         def own_rows(whole: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             return whole[start : start + count]
@@ -275,6 +278,20 @@ class Step:
     def wait_for(self, tensor: tf.Tensor) -> None:
         """Sums that follow wait for this tensor, and no longer for an earlier one."""
         self._after = [tensor]
+
+    def _noted(self, sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        self._latest = sums
+        return sums
+
+    def after_sums(self) -> Any:
+        """Operations made inside wait for all earlier sums.
+
+        TensorFlow runs the sums of one graph in the order in which they were made, but not one inside a tf.cond.
+        """
+        if tf.executing_eagerly():
+            return nullcontext()
+        graph = tf.compat.v1.get_default_graph()
+        return tf.control_dependencies([t for t in (*self._after, *self._latest) if t.graph is graph])
 
     def if_live(self, tensor: Any) -> tf.Tensor:
         """Returns the tensor; of a task without rows exactly 0, whatever its stand-in row gave (even NaN)."""
