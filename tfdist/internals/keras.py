@@ -379,6 +379,11 @@ def compiled_losses(model: Any) -> list[Any]:
     return [entry.loss for entry in getattr(compiled, "_flat_losses", None) or []]
 
 
+def lookup_of(layer: Any) -> Any:
+    """Returns the layer that holds a TextVectorization's vocabulary, or the layer itself."""
+    return getattr(layer, "_lookup_layer", layer)
+
+
 def metrics_of(metric: Any) -> list[Any]:
     """Returns the metrics that a metric holds as attributes; their variables are part of its own."""
     return list(metric._metrics)

@@ -24,6 +24,7 @@ from tfdist.collectives import Group
 from tfdist.errors import MismatchError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
+from tfdist.trainer import adapted
 from tfdist.trainer.agreement import Agreement, shared_variables
 from tfdist.trainer.function import StepFunction, Steps
 from tfdist.trainer.inputs import Input
@@ -116,6 +117,7 @@ class SynchronousEngine:
             "number of trainable variables": len(model.trainable_variables),
         }
 
+            **adapted.summary(model),
     def shared_variables(self, model: Any) -> list[Any]:
         """The variables that are the same on every task between two steps."""
         return shared_variables(model)
@@ -260,7 +262,7 @@ class SynchronousEngine:
         plain = [
             layer.name
             for layer in internals.layers_of(model)
-            if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized
+            if isinstance(layer, keras.layers.BatchNormalization) and not layer.synchronized and layer.trainable
         ]
         if plain and not getattr(model, "_tfdist_warned", False):
             object.__setattr__(model, "_tfdist_warned", True)

@@ -105,3 +105,45 @@ def compiled_outside_the_scope(run: Run) -> dict:
         model = dense()
     model.compile(optimizers.Adam(0.01), "mse", jit_compile=False)
     return fitted(model, x, y, batch_size=13)
+
+
+@case
+def recurrent_with_masks(run: Run) -> dict:
+    """`LSTM`, `GRU`, `Bidirectional`, returned states and sequences, behind a mask."""
+    random = np.random.default_rng(6)
+    ids = random.integers(1, 9, (25, 4)) * (np.arange(4) < random.integers(1, 5, (25, 1)))
+    with run.scope():
+        inputs = keras.Input((4,), dtype="int32")
+        hidden = layers.Embedding(9, 4, mask_zero=True)(inputs)
+        sequence, *state = layers.LSTM(4, return_sequences=True, return_state=True, recurrent_dropout=0.0)(hidden)
+        both = layers.Bidirectional(layers.GRU(3, return_sequences=True))(sequence)
+        outputs = {"one": layers.Dense(1, name="one")(state[0]), "each": layers.Dense(2, name="each")(both)}
+        model = keras.Model(inputs, outputs)
+        # "one" has no loss of its own; its layer learns nothing.
+        model.compile("adam", {"one": None, "each": "mse"}, loss_weights={"one": 1.0, "each": 0.5}, jit_compile=False)
+    y = {"one": regression(25)[1], "each": random.normal(size=(25, 4, 2)).astype("float32")}
+    return fitted(model, ids.astype("int32"), y, batch_size=10)
+
+
+@case
+def attention(run: Run) -> dict:
+    """`MultiHeadAttention` with a causal and a padding mask, several outputs with `loss_weights` as a list."""
+    random = np.random.default_rng(7)
+    ids = random.integers(1, 9, (25, 6)) * (np.arange(6) < random.integers(1, 7, (25, 1)))
+    with run.scope():
+        inputs = keras.Input((6,), dtype="int32")
+        hidden = layers.Embedding(9, 8, mask_zero=True)(inputs)
+        mixed = layers.MultiHeadAttention(2, 4)(hidden, hidden, use_causal_mask=True)
+        hidden = layers.LayerNormalization()(layers.Add()([hidden, mixed]))
+        words, mean = layers.Dense(9)(hidden), layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden))
+        model = keras.Model(inputs, [words, mean])
+        crossentropy = losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            optimizers.SGD(0.1),
+            [crossentropy, "mae"],
+            loss_weights=[1.0, 0.3],
+            metrics=[["accuracy"], ["mse"]],
+            jit_compile=False,
+        )
+    following = np.concatenate([ids[:, 1:], np.zeros((25, 1), ids.dtype)], 1)
+    return fitted(model, ids.astype("int32"), [following, regression(25)[1]], batch_size=10)
