@@ -105,9 +105,10 @@ class Agreement:
         """Gives every task the chief's variables where they differ (weights loaded or changed on one task only)."""
         if self.group is None:
             return
-        variables = list(model.variables)
-        if optimizer and model.optimizer is not None:
-            variables += list(model.optimizer.variables)
+        variables = shared_variables(model) if optimizer else list(model.variables)
+        if optimizer and self.group.index > 0:
+            for kept in [] if model.optimizer is None else internals.accumulators(model.optimizer):
+                _assign(kept, np.zeros_like(_values([kept])[0]))  # the chief keeps the whole sum; see below
         arrays = _values(variables)
         shapes = [(v.path, list(a.shape), str(a.dtype)) for v, a in zip(variables, arrays, strict=True)]
         mine = json.dumps([len(shapes), zlib.crc32(json.dumps([s[1:] for s in shapes]).encode()), _checksum(arrays)])
@@ -131,7 +132,17 @@ class Agreement:
             )
         received = self.group.broadcast(arrays, root=0, tag="variables")
         for variable, array in zip(variables, received, strict=True):
-            local_component(internals.native(variable)).assign(array)
+            _assign(variable, array)
+
+    def collect_accumulated(self, model: Any) -> None:
+        """Leaves to the chief the sums that tasks keep between two updates: what it saves of them is then whole."""
+        kept = [] if model.optimizer is None else internals.accumulators(model.optimizer)
+        if self.group is None or not kept:
+            return
+        for variable, total in zip(
+            kept, self.group.all_reduce(_values(kept), op="sum", tag="accumulated"), strict=True
+        ):
+            _assign(variable, total if self.group.index == 0 else np.zeros_like(total))
 
     def from_chief(self, number: int, tag: str) -> int:
         """Returns the chief's number on every task."""
@@ -232,6 +243,10 @@ def _values(variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
     """This task's own values."""
     natives = [internals.native(v) if isinstance(v, keras.Variable) else v for v in variables]
     return [np.asarray(local_component(native).numpy()) for native in natives]
+
+
+def _assign(variable: Any, value: np.ndarray[Any, Any]) -> None:
+    local_component(internals.native(variable)).assign(value)
 
 
 def _checksum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:

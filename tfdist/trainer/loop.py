@@ -116,6 +116,7 @@ def fit(
                 numbers if acts_between_steps else (),
             )
             epoch_logs = dict(engine.results(model, logs))
+            engine.agreement.collect_accumulated(model)
             if validation is not None and internals.should_evaluate(model, epoch, validation_freq):
                 value = _evaluate(engine, model, validation, callbacks)
                 epoch_logs.update({f"val_{name}": number for name, number in value.items()})
