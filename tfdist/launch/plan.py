@@ -260,7 +260,7 @@ def _gpu_of_each(
     dealt = {task: gpus[(share.first_gpu + i) % len(gpus)] for i, task in enumerate(computing)}
     if len(computing) > len(gpus):
         notes.append(f"{len(computing)} tasks share {_gpus(len(gpus))}, so that their sums do not go through NCCL")
-    elif computing and len(computing) < len(gpus):
+    elif len(computing) < len(gpus) and any(task in training for task in computing):
         all_of_them = "--workers gpu" if has_own_cluster else "--tasks-per-host gpu"
         notes.append(f"{len(computing)} of {_gpus(len(gpus))} used, one per task; {all_of_them} uses all")
     return {task: {"CUDA_VISIBLE_DEVICES": dealt.get(task, "")} for task in share.tasks}

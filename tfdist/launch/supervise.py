@@ -141,8 +141,9 @@ class Supervisor:
         listed = ", ".join(map(str, tasks[:8]))
         more = f" and {len(tasks) - 8} more" if len(tasks) > 8 else ""
         logs = f"; logs in {self._options.log_dir}" if self._options.log_dir else ""
-        total = len(self._plan.cluster.tasks)
-        of_all = f" of the cluster's {total}" if total > len(tasks) else ""
+        cluster = self._plan.cluster.tasks
+        is_share = len(cluster) > len(tasks) and any(task.task in cluster for task in tasks)
+        of_all = f" of the cluster's {len(cluster)}" if is_share else ""
         return f"{len(tasks)}{of_all} task{'s' * (len(tasks) > 1 or bool(of_all))} on this host: {listed}{more}{logs}"
 
     def _log_file(self, task: object) -> BinaryIO | None:

@@ -113,6 +113,11 @@ def test_an_evaluator_has_no_address_and_no_peers_to_train_with():
     assert made.trains == ()
 
 
+def test_an_evaluator_is_not_told_to_use_more_gpus():
+    made = shared_plan({"worker": ["a:1", "b:1"]}, "evaluator", 0, 2, ("0", "1"))
+    assert not any("GPU" in note for note in made.notes)
+
+
 @pytest.mark.parametrize(
     ("options", "gpus", "note"),
     [
