@@ -59,7 +59,8 @@ def create_strategy(
         expected_tasks: How many training tasks there must be; another number is an error.
         communication: How gradients cross tasks: "host" (our sockets), "nccl", "ring" (TensorFlow's own, slow), or
             "auto": NCCL where every task has a GPU of its own, else host.
-        deterministic: Makes TensorFlow's ops deterministic, at some cost in speed.
+        deterministic: Two runs on as many tasks then give the same numbers to the last bit: TensorFlow's ops are made
+            deterministic, at some cost in speed, and the seed is 0 where there is no other.
         seed: The seed of all tasks. By default the script's own (`keras.utils.set_random_seed`) where it set one, else
             the chief draws one: tasks that shuffle by different seeds would lose and double rows.
         start_timeout_s: How long tasks wait for each other here; 300 s, or what the launcher was told.
@@ -242,6 +243,8 @@ def _create_synchronous(
     if deterministic:
         tf.config.experimental.enable_op_determinism()
     if not several:
+        if seed is None and deterministic and _script_seed() is None:
+            seed = 0
         if seed is not None:
             _set_seed(seed)
         process.set_current(process.Current(config, None))
@@ -251,7 +254,7 @@ def _create_synchronous(
     group = _meet(config, tasks, info, start_timeout_s, step_timeout_s)
     try:
         process.set_current(process.Current(config, group))
-        agreed = _agree_on_seed(group, seed)
+        agreed = _agree_on_seed(group, seed, otherwise=0 if deterministic else _fresh_seed())
         way = devices.choose_communication(
             "host" if kind == "synchronous" and communication == "auto" else communication,
             group.tasks,
@@ -351,14 +354,19 @@ def _set_seed(seed: int) -> None:
     keras.utils.set_random_seed(seed)
 
 
-def _agree_on_seed(group: Group, seed: int | None) -> int:
-    """Gives every task one seed: the argument, the script's own, or one that the chief draws."""
-    import json
-
+def _script_seed() -> int | None:
     from tfdist.internals import keras as internals
 
-    script = internals.RANDOM_SEED.find()()
-    mine = {"argument": seed, "script": script, "drawn": _fresh_seed()}
+    seed: int | None = internals.RANDOM_SEED.find()()
+    return seed
+
+
+def _agree_on_seed(group: Group, seed: int | None, *, otherwise: int) -> int:
+    """Gives every task one seed: the argument, the script's own, or what the chief has for it otherwise."""
+    import json
+
+    script = _script_seed()
+    mine = {"argument": seed, "script": script, "otherwise": otherwise}
     every = [json.loads(text) for text in group.all_gather_bytes(json.dumps(mine).encode(), tag="seed")]
     for name, words in (("argument", "seed="), ("script", "keras.utils.set_random_seed")):
         for task, theirs in zip(group.tasks, every, strict=True):
@@ -369,6 +377,6 @@ def _agree_on_seed(group: Group, seed: int | None) -> int:
                 )
     if seed is None and script is not None:
         return int(script)
-    agreed = every[0]["argument"] or every[0]["drawn"]
+    agreed = int(every[0]["otherwise"] if seed is None else seed)
     _set_seed(agreed)
-    return int(agreed)
+    return agreed

@@ -96,6 +96,11 @@ class SynchronousEngine:
             for reduction in through_group:
                 if reduction.failure is not None:
                     raise _with_hint(reduction.failure) from None
+            if isinstance(error, tf.errors.UnimplementedError) and "determinis" in str(error).lower():
+                raise UnsupportedError(
+                    f"an op of the model has no deterministic kernel here: {error.message.splitlines()[0]} Use another "
+                    "op, CPUs, or create_strategy(deterministic=False)"
+                ) from error
             raise error
         except MismatchError as error:
             raise _with_hint(error) from None
