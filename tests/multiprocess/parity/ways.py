@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import keras
@@ -99,6 +100,44 @@ def early_stopping_and_plateau(run: Run) -> dict:
     validation = regression(9, 1)
     result = fitted(model, x, y, batch_size=13, epochs=12, callbacks=callbacks, validation_data=validation)
     return {**result, "learning rate": np.array(model.optimizer.learning_rate)}
+
+
+@case
+def learning_rates_by_callbacks(run: Run) -> dict:
+    """LearningRateScheduler with a state of its own, and ReduceLROnPlateau."""
+    x, y = regression(40)
+    rates = itertools.cycle([0.2, 0.1, 0.05])
+    with run.scope():
+        model = dense()
+        model.compile("sgd", "mse", jit_compile=False)
+    callbacks = [
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: next(rates) if epoch % 2 == 0 else rate),
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", factor=0.5, patience=1, min_delta=0.3),
+    ]
+    return fitted(model, x, y, batch_size=13, epochs=6, callbacks=callbacks)
+
+
+class EvaluateInside(keras.callbacks.Callback):
+    def __init__(self, x: Any, y: Any) -> None:
+        super().__init__()
+        self.x, self.y = x, y
+        self.numbers: list[np.ndarray] = []
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.numbers.append(np.ravel(self.model.evaluate(self.x, self.y, batch_size=4, verbose=0)))
+        self.numbers.append(np.ravel(self.model.predict(self.x, batch_size=4, verbose=0)))
+
+
+@case
+def evaluated_in_a_callback(run: Run) -> dict:
+    """`evaluate` and `predict` inside a callback."""
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
+    inside = EvaluateInside(*regression(9, 1))
+    result = fitted(model, x, y, batch_size=13, callbacks=[inside])
+    return {**result, "inside": np.concatenate(inside.numbers)}
 
 
 @case
