@@ -170,9 +170,12 @@ def _file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha.hexdigest()}
 
 
-def prune(folder: str, keep: int | None) -> None:
-    """Removes all but the newest `keep` checkpoints."""
-    for path in [] if keep is None else _listed(folder)[keep:]:
+def prune(folder: str, keep: int | None, *, step: int) -> None:
+    """Removes all but the newest `keep` checkpoints up to `step`, the one that was just written.
+
+    A later one is broken and was passed over: did it count, it would take the place of a whole one.
+    """
+    for path in [] if keep is None else _listed(folder, step)[keep:]:
         files.remove(path, first=MANIFEST)
 
 
@@ -207,12 +210,13 @@ def newest(folder: str) -> Checkpoint | None:
     return None
 
 
-def _listed(folder: str) -> list[str]:
-    """Returns the paths of a folder's checkpoints, whole or not, newest first."""
+def _listed(folder: str, last: int | None = None) -> list[str]:
+    """Returns the paths of a folder's checkpoints, whole or not, newest first, from step `last` on."""
     if not tf.io.gfile.isdir(folder):
         return []
     names = [name.rstrip("/") for name in tf.io.gfile.listdir(folder)]
     numbered = sorted(((int(m[1]), name) for name in names if (m := _NAME.match(name))), reverse=True)
+    numbered = [(step, name) for step, name in numbered if last is None or step <= last]
     return [f"{folder.rstrip('/')}/{name}" for _, name in numbered]
 
 

@@ -67,6 +67,21 @@ def is_unfinished(path: str) -> bool:
     return _LEFT_BEHIND.match(_name(path)) is not None
 
 
+def require_writable(folder: str) -> None:
+    """Makes a folder if it is missing, and raises SaveError where nothing can be written in it.
+
+    To be told so before the first step is better than after hours. (A remote folder tells only when it is written to.)
+    """
+    if is_remote(folder):
+        return
+    try:
+        local(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=local(folder)):
+            pass
+    except OSError as error:
+        raise SaveError(f"nothing can be written in {folder} ({error})") from error
+
+
 def remove(path: str, *, first: str = "") -> None:
     """Removes a file or a folder, of which `first` goes first."""
     if is_remote(path):

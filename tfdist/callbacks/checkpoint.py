@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfdist import checkpoints, process, saving
+from tfdist import checkpoints, files, process, saving
 from tfdist.errors import LoadError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component
@@ -33,11 +33,13 @@ class Checkpoint(keras.callbacks.Callback):
     Args:
         folder: Where the checkpoints are, local or remote; made if missing. `tfdist.checkpoints` describes the files.
         keep: How many checkpoints stay, the newest; None for all.
-        every_epochs: How often to save. The last epoch is always saved.
+        every_epochs: How often to save. The last epoch is always saved, also where a callback stops training. An
+            epoch after which a weight is not a number is not, so that older checkpoints stay to go on from.
 
     Raises:
         LoadError: In `fit`, on every task: the checkpoints are of another model, or not one of them is whole.
-        SaveError: In `fit`, on the chief: a checkpoint could not be written. Older ones are untouched.
+        SaveError: In `fit`, on the chief: a checkpoint can not be written, which is tried before the first step. Older
+            ones are untouched.
 
     Example:
         model.fit(x, y, epochs=20, callbacks=[tfdist.callbacks.Checkpoint("run/checkpoints")])
@@ -52,13 +54,17 @@ class Checkpoint(keras.callbacks.Callback):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a whole number from 1 on, not {value!r}")
         self.folder, self.keep, self.every_epochs = os.fspath(folder), keep, every_epochs
+        if not self.folder:
+            raise ValueError("folder is empty: name one, such as 'run/checkpoints'")
         self._step = 0  # at the start of the epoch
         self._batches = 0  # of the epoch
+        self._unsaved: int | None = None  # the number of epochs done, where the last of them is not saved
 
     def on_train_begin(self, logs: Any = None) -> None:
         saving.build_optimizer(self.model)  # Keras' own fit may do so later
         position = self._restore()
         self._step = 0 if position is None else position.step
+        self._unsaved = None
         if position is not None:
             internals.set_initial_epoch(self.model, position.epoch)
 
@@ -71,22 +77,40 @@ class Checkpoint(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._step += self._batches
+        self._unsaved = epoch + 1
         is_last = epoch + 1 == self.params.get("epochs") or self.model.stop_training
-        if not process.is_chief() or ((epoch + 1) % self.every_epochs and not is_last):
+        if is_last or (epoch + 1) % self.every_epochs == 0:
+            self._save(epoch + 1)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self._unsaved is not None:
+            # A callback behind this one, or one of another task, has ended training after an epoch that was not saved.
+            self._save(self._unsaved)
+        # Keras' own fit leaves it on the model, and the next fit would run no epoch.
+        internals.set_initial_epoch(self.model, None)
+
+    def _save(self, epochs: int) -> None:
+        self._unsaved = None
+        if not process.is_chief():
+            return
+        lost = next((v.path for v in self.model.trainable_variables if np.isnan(saving.values_of([v])[0]).any()), None)
+        if lost is not None:
+            logger.warning(
+                "%s is not a number after epoch %d: that is not saved, and older checkpoints in %s stay",
+                lost,
+                epochs,
+                self.folder,
+            )
             return
         checkpoints.write(
             self.folder,
             self.model,
-            checkpoints.Position(self._step, epoch + 1),
+            checkpoints.Position(self._step, epochs),
             tasks=len(_tasks()),
             global_batch_size=self.params.get("batch_size"),
             seeds={"script": internals.RANDOM_SEED.find()(), "fit": _number_of_fit(self.model)},
         )
-        checkpoints.prune(self.folder, self.keep)
-
-    def on_train_end(self, logs: Any = None) -> None:
-        # Keras' own fit leaves it on the model, and the next fit would run no epoch.
-        internals.set_initial_epoch(self.model, None)
+        checkpoints.prune(self.folder, self.keep, step=self._step)
 
     def _restore(self) -> checkpoints.Position | None:
         """Gives every task the newest checkpoint's values, which the chief reads; returns its position."""
@@ -94,12 +118,13 @@ class Checkpoint(keras.callbacks.Callback):
         error: Exception | None = None
         if process.is_chief():
             try:
+                files.require_writable(self.folder)
                 found = checkpoints.newest(self.folder)
                 if found is not None:
                     checkpoints.read(found, self.model)
                     position = found.position
                     told = {"position": [position.step, position.epoch, position.batch]}
-                    _log(found, len(_tasks()))
+                    _log(found, len(_tasks()), self.params.get("epochs"))
             except Exception as caught:
                 error, told = caught, {"error": str(caught) or type(caught).__name__}
         told = _from_chief(told)
@@ -113,8 +138,17 @@ class Checkpoint(keras.callbacks.Callback):
         return checkpoints.Position(*told["position"])
 
 
-def _log(found: checkpoints.Checkpoint, tasks: int) -> None:
+def _log(found: checkpoints.Checkpoint, tasks: int, epochs: int | None) -> None:
     position, saved_by = found.position, found.manifest.get("tasks")
+    if epochs is not None and position.epoch >= epochs:
+        logger.warning(
+            "all %d epochs are done, so nothing is left to train: %s was saved after epoch %d. Give more epochs (they "
+            "count from the first), or another folder for another training",
+            epochs,
+            found.path,
+            position.epoch,
+        )
+        return
     logger.info(
         "going on from %s: %d epochs (%d steps) are done%s",
         found.path,

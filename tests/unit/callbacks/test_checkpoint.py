@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,45 @@ def test_the_epoch_at_which_training_is_stopped_is_saved(make, tmp_path):
     assert names(tmp_path) == ["step-0000000008"]
 
 
+def test_it_is_saved_also_where_a_later_callback_stops_training(make, tmp_path):
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", epoch == 1))
+    model = make()
+    fit(model, tfdist.callbacks.Checkpoint(tmp_path, every_epochs=3), stop)
+    assert names(tmp_path) == ["step-0000000008"]
+    assert (manifest(tmp_path)["epoch"], manifest(tmp_path)["step"]) == (2, 8)
+
+
+def test_weights_that_are_not_numbers_do_not_take_the_place_of_good_ones(make, tmp_path, caplog):
+    def spoil(epoch: int, logs: Any) -> None:
+        if epoch == 2:
+            model.weights[0].assign(np.full(model.weights[0].shape, np.nan))
+
+    model = make()
+    fit(model, keras.callbacks.LambdaCallback(on_epoch_begin=spoil), tfdist.callbacks.Checkpoint(tmp_path, keep=1))
+    assert names(tmp_path) == ["step-0000000008"]
+    assert "kernel is not a number after epoch 3: that is not saved" in caplog.text
+    assert fit(make(), tfdist.callbacks.Checkpoint(tmp_path)).epoch == [2, 3]
+
+
+def test_a_broken_one_of_later_does_not_count_as_kept(make, tmp_path):
+    """As a remote one whose writing was broken off, in a run with more steps per epoch."""
+    (tmp_path / "step-0000000100").mkdir()
+    fit(make(), tfdist.callbacks.Checkpoint(tmp_path, keep=1), epochs=2)
+    assert names(tmp_path) == ["step-0000000008", "step-0000000100"]
+
+
+def test_a_fit_with_nothing_left_to_train_says_so(make, tmp_path, caplog):
+    fit(make(), tfdist.callbacks.Checkpoint(tmp_path), epochs=2)
+    assert not caplog.records
+    assert fit(make(), tfdist.callbacks.Checkpoint(tmp_path), epochs=2).epoch == []
+    assert re.search(r"all 2 epochs are done, so nothing is left to train: .*step-0000000008 was saved", caplog.text)
+
+
+def test_an_empty_name_of_a_folder_is_refused():
+    with pytest.raises(ValueError, match="folder is empty"):
+        tfdist.callbacks.Checkpoint("")
+
+
 @pytest.mark.parametrize("arguments", [{"keep": 0}, {"keep": 1.5}, {"every_epochs": 0}, {"every_epochs": True}])
 def test_numbers_that_make_no_sense_are_refused(arguments, tmp_path):
     with pytest.raises(ValueError, match=f"{next(iter(arguments))} must be a whole number from 1 on"):
@@ -366,8 +406,27 @@ def test_entries_of_the_future_are_passed_over(make, folder):
 
 def test_a_file_in_the_place_of_the_folder_is_an_error_that_names_it(make, tmp_path):
     (tmp_path / "run").write_text("")
-    with pytest.raises(SaveError, match=r"checkpoint .*run/step-0000000004 could not be written"):
-        fit(make(), tfdist.callbacks.Checkpoint(tmp_path / "run"), epochs=1)
+    with pytest.raises(SaveError, match=r"nothing can be written in .*run \(.*exists"):
+        fit(make(), tfdist.callbacks.Checkpoint(tmp_path / "run"), Crash(0, 0), epochs=1)
+
+
+def test_a_folder_that_can_not_be_written_is_an_error_before_the_first_step(make, tmp_path, monkeypatch):
+    def deny(**kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", deny)  # root may write anywhere
+    with pytest.raises(SaveError, match=r"nothing can be written in .*Permission denied"):
+        fit(make(), tfdist.callbacks.Checkpoint(tmp_path), Crash(0, 0), epochs=1)
+
+
+def test_a_folder_that_vanishes_while_training_is_an_error_that_names_the_checkpoint(make, tmp_path):
+    def replace(epoch: int, logs: Any) -> None:
+        (tmp_path / "run").rmdir()
+        (tmp_path / "run").write_text("")
+
+    lose = keras.callbacks.LambdaCallback(on_epoch_end=replace)
+    with pytest.raises(SaveError, match=r"checkpoint .*run/step-0000000004 could not be written.*older ones"):
+        fit(make(), lose, tfdist.callbacks.Checkpoint(tmp_path / "run"), epochs=1)
 
 
 # -- another model
