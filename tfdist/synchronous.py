@@ -7,6 +7,7 @@ CPUs that starts no server.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -43,10 +44,17 @@ class SynchronousStrategy(tf.distribute.Strategy):
         def all_sum(tensors: Any) -> list[tf.Tensor]:
             return reduction.sum(tensors, "strategy.reduce")
 
-        def from_chief(value: tf.Tensor) -> tf.Tensor:
-            return tf.convert_to_tensor(group.broadcast([np.asarray(value)], root=0, tag="initial value")[0])
+        extended = internals.SynchronousExtended(self, device, group.size, group.index, all_sum, _from_chief(group))
+        super().__init__(extended)
 
-        super().__init__(internals.SynchronousExtended(self, device, group.size, group.index, all_sum, from_chief))
+
+def _from_chief(group: Group) -> Callable[[tf.Tensor], tf.Tensor]:
+    """Returns a function of a tensor in every task that gives the chief's in every task."""
+
+    def from_chief(value: tf.Tensor) -> tf.Tensor:
+        return tf.convert_to_tensor(group.broadcast([np.asarray(value)], root=0, tag="initial value")[0])
+
+    return from_chief
 
 
 def alone(device: str, *, seed: int, step_timeout_s: float) -> OneTaskStrategy:
@@ -111,6 +119,7 @@ def multi_worker_mirrored(
     # met a moment ago, so only a peer that died in between makes it wait for long.
     with lookout.looking_out(str(group.task), group.connections, start_timeout_s):
         strategy = tf.distribute.MultiWorkerMirroredStrategy(cluster_resolver=resolver, communication_options=options)
+    internals.broadcast_other_initial_values(strategy, _from_chief(group))
     reduction = ThroughGroup(group) if way == "host" else ThroughStrategy(group, strategy)
     _register(strategy, group, reduction, seed=seed, step_timeout_s=step_timeout_s)
     return strategy

@@ -305,7 +305,8 @@ def activity_losses_are_sums() -> bool:
     import keras
     import numpy as np
 
-    layer = keras.layers.Activation("linear", activity_regularizer=keras.ops.sum)
+    # Named and typed, or it would count as the script's first such layer, and fix the default dtype before the script.
+    layer = keras.layers.Activation("linear", activity_regularizer=keras.ops.sum, name="asked", dtype="float32")
     layer(np.ones((2,), "float32"))
     return float(layer.losses[0]) > 1.5
 
@@ -387,3 +388,13 @@ def lookup_of(layer: Any) -> Any:
 def metrics_of(metric: Any) -> list[Any]:
     """Returns the metrics that a metric holds as attributes; their variables are part of its own."""
     return list(metric._metrics)
+
+
+def iterations_of(model: Any) -> list[Any]:
+    """Returns the counters of steps of all optimizers that a model holds, also of those in its own attributes."""
+    import keras
+
+    held = [o for o in (model.optimizer, *vars(model).values()) if isinstance(o, keras.optimizers.Optimizer)]
+    held += [o.inner_optimizer for o in held if hasattr(o, "inner_optimizer")]
+    counters = {id(o._iterations): o._iterations for o in held if hasattr(o, "_iterations")}
+    return list(counters.values())

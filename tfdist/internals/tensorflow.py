@@ -110,6 +110,38 @@ def let_mirrored_variables_be_numbers() -> None:
             setattr(values.MirroredVariable, name, lambda self, number=number: number(self.values[0].numpy()))
 
 
+# What TensorFlow's collectives broadcast on CPUs (CollectiveBcastSendV2).
+_BROADCAST_BY_TENSORFLOW = (tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
+
+
+def broadcast_other_initial_values(strategy: tf.distribute.Strategy, from_chief: Callable[[Any], tf.Tensor]) -> None:
+    """Lets MultiWorkerMirroredStrategy make variables of dtypes that its own broadcast lacks: bfloat16, int8, float8.
+
+    Args:
+        strategy: The strategy in whose scope they are made.
+        from_chief: A tensor in every task -> the chief's in every task.
+    """
+    extended = strategy.extended
+    original = extended._get_variable_creator_initial_value
+
+    def make(replica_id: int, device: str, primary_var: Any, **kwargs: Any) -> Callable[[], tf.Tensor]:
+        broadcast = original(replica_id=replica_id, device=device, primary_var=primary_var, **kwargs)
+
+        def initial_value() -> tf.Tensor:
+            value = kwargs["initial_value"]
+            dtype = kwargs.get("dtype")
+            if dtype is None:
+                value = value() if callable(value) else value
+                dtype = tf.convert_to_tensor(value).dtype
+            if tf.as_dtype(dtype) in _BROADCAST_BY_TENSORFLOW or not tf.executing_eagerly():
+                return broadcast()
+            return from_chief(tf.convert_to_tensor(value() if callable(value) else value, dtype=dtype))
+
+        return initial_value
+
+    extended._get_variable_creator_initial_value = make
+
+
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Returns the argument of the pipeline's last `batch` step; None where later steps may have changed it."""
     while type(dataset).__name__ in ("_PrefetchDataset", "_OptionsDataset", "_RepeatDataset", "CacheDataset"):

@@ -17,6 +17,10 @@ from tfdist.internals import keras as keras_internals
 from tfdist.internals import tensorflow as tf_internals
 
 TF_NAMES = [
+    (
+        "distribute.collective_all_reduce_strategy",
+        "CollectiveAllReduceExtended._get_variable_creator_initial_value",
+    ),
     ("distribute.distribute_lib", "_DefaultReplicaThreadMode"),
     ("distribute.distribute_lib", "_pop_per_thread_mode"),
     ("distribute.distribute_lib", "_push_per_thread_mode"),
@@ -187,6 +191,41 @@ def test_the_batch_size_of_a_dataset_is_that_of_its_last_batch_step(change, size
     assert tf_internals.batch_size_of(change(tf.data.Dataset.range(10))) == size
 
 
+def _gradient(make, dtype="mixed_float16"):
+    """The answer about the gradient of a Dense kernel, while a graph is traced."""
+    answers = []
+    dense = keras.layers.Dense(2, use_bias=False, dtype=dtype)
+
+    @tf.function
+    def trace(x):
+        with tf.GradientTape() as tape:
+            loss = make(dense, x)
+        gradient = tape.gradient(loss, dense.trainable_variables)[0]
+        answers.append(tf_internals.float16_terms(gradient))
+
+    trace(tf.ones((4, 3)))
+    return answers[-1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make", "terms"),
+    [
+        ("mixed_float16", lambda dense, x: _sum(dense(x)), "all"),
+        ("mixed_float16", lambda dense, x: _sum(dense(x)) + 0.1 * tf.nn.l2_loss(dense.kernel.value), "one"),
+        ("mixed_float16", lambda dense, x: _sum(dense(x)) + _sum(dense(2 * x)), "none"),  # each has a sum of its own
+        ("mixed_bfloat16", lambda dense, x: _sum(dense(x)), "none"),
+        ("float16", lambda dense, x: _sum(dense(x)), "none"),
+        ("float32", lambda dense, x: _sum(dense(x)), "none"),
+    ],
+)
+def test_float16_sums_behind_a_gradient_are_found(dtype, make, terms):
+    assert _gradient(make, dtype) == terms
+
+
+def _sum(outputs):
+    return tf.reduce_sum(tf.cast(outputs, tf.float32))
+
+
 def test_a_used_runtime_is_seen():
     tf.constant(1)
     assert tf_internals.is_initialized()
@@ -224,6 +263,10 @@ HOOKED = {
     "check_finite": (
         keras_internals.CHECK_FINITE,
         lambda f: f(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), [tf.constant([1.0, np.inf])]),
+    ),
+    "scale_loss": (
+        keras_internals.SCALE_LOSS[0],
+        lambda f: f(keras.optimizers.SGD(loss_scale_factor=8.0), tf.constant(3.0)),
     ),
     "BaseOptimizer.apply": (keras_internals.OPTIMIZER_APPLY[0], lambda f: _after_apply(f)),
 }
