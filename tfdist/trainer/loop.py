@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tfdist.internals import keras as internals
 from tfdist.trainer.callbacks import for_this_task, list_for_this_task, may_act_between_steps, needed_on_every_task
-from tfdist.trainer.function import Steps
 from tfdist.trainer.inputs import Input
+from tfdist.trainer.stepping import concatenate
 from tfdist.trainer.synchronous import SynchronousEngine
-from tfdist.trainer.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -96,18 +92,16 @@ def fit(
         engine.try_functions(model, lambda: data.peek()[0])
         first_epoch = engine.agreement.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
         if verbose != 0:
-            _log_plan(engine, data)
-        function = engine.function(model, "train")
+            engine.log_plan(data)
         numbers = engine.small_variables(model)
         training_logs: dict[str, Any] | None = None
         for epoch in range(first_epoch, epochs):
             engine.reset_metrics(model)
             callbacks.on_epoch_begin(epoch)
             engine.agreement.check_variables(numbers, f"at the beginning of epoch {epoch + 1}")
-            logs = _run_epoch(
-                engine,
+            logs = engine.run_epoch(
                 model,
-                function,
+                "train",
                 data,
                 epoch,
                 callbacks.on_train_batch_begin,
@@ -165,10 +159,9 @@ def _evaluate(engine: SynchronousEngine, model: Any, data: Input, callbacks: Any
     model.stop_evaluating = False
     callbacks.on_test_begin()
     engine.reset_metrics(model)
-    logs = _run_epoch(
-        engine,
+    logs = engine.run_epoch(
         model,
-        engine.function(model, "test"),
+        "test",
         data,
         0,
         callbacks.on_test_batch_begin,
@@ -199,13 +192,9 @@ def predict(
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         model.stop_predicting = False
         callbacks.on_predict_begin()
-        batches: list[Any] = []
-        _run_epoch(
-            engine,
+        batches = engine.predict(
             model,
-            _Predicting(engine, engine.predict_function(model), batches),
             data,
-            0,
             callbacks.on_predict_batch_begin,
             callbacks.on_predict_batch_end,
             lambda: model.stop_predicting,
@@ -213,7 +202,7 @@ def predict(
         callbacks.on_predict_end()
     if not batches:
         raise ValueError("predict: x holds no batch")
-    return _concatenate(batches)
+    return concatenate(batches)
 
 
 def train_on_batch(
@@ -266,100 +255,6 @@ def _logs_on_batch(engine: SynchronousEngine, model: Any, kind: str, batch: Any,
     return logs if return_dict else internals.metrics_in_order(model, logs)
 
 
-class _Predicting:
-    """A predict function whose logs are the outputs of whole batches, which it also keeps."""
-
-    def __init__(self, engine: SynchronousEngine, function: Steps, batches: list[Any]) -> None:
-        self._engine, self._function, self._batches = engine, function, batches
-
-    def on_element(self, element: Any) -> tuple[dict[str, Any], Any]:
-        outputs, checksum = self._function.on_element(element)
-        self._batches.append(self._engine.whole(outputs, int(element[1])))
-        return {"outputs": self._batches[-1]}, checksum
-
-    def __call__(self, iterator: Any, steps: int) -> tuple[dict[str, Any], Any]:
-        first = len(self._batches)
-        checksum = 0
-        for _ in range(steps):
-            element = next(iterator, None)
-            if element is None:
-                break
-            _, checksum = self.on_element(element)
-        if len(self._batches) == first:
-            raise StopIteration
-        self._batches[first:] = [_concatenate(self._batches[first:])]
-        return {"outputs": self._batches[-1]}, checksum
-
-
-def _run_epoch(
-    engine: SynchronousEngine,
-    model: Any,
-    function: Steps,
-    data: Input,
-    epoch: int,
-    begin: Callable[[int], None],
-    end: Callable[[int, Any], None],
-    stopped: Callable[[], bool],
-    numbers: Sequence[Any] = (),
-) -> dict[str, Any]:
-    """Runs one pass; returns the logs of its last step.
-
-    Args:
-        numbers: Variables of one number each that no callback may change on some tasks only.
-        begin, end: Called before and after each execution of steps.
-        stopped: Asked after each of them, on every task.
-    """
-    logs: dict[str, Any] = {}
-    step = 0
-    with Watchdog(engine.step_timeout_s) as watchdog:
-        for step, count, iterator in data.epoch(epoch, model.steps_per_execution):
-            begin(step)
-            try:
-                done = count
-                if data.needs_agreement or (data.steps is None and count > 1):
-                    logs, checksum, done = _execute_one_by_one(engine, function, data, iterator, step, count)
-                else:
-                    logs, checksum = function(iterator, count)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                data.ran_out(step)
-                break
-            if step == 0 and data.source.split == "sliced":
-                engine.agreement.check_same_batch(int(checksum))
-            end(step + done - 1, logs)
-            engine.progress(step + done)
-            watchdog.pat()
-            if engine.agreement.any_after_step(stopped(), numbers, f"after step {step + done} of epoch {epoch + 1}"):
-                break
-            if done < count:
-                data.ran_out(step + done)
-                break
-    return logs
-
-
-def _execute_one_by_one(
-    engine: SynchronousEngine,
-    function: Steps,
-    data: Input,
-    iterator: Any,
-    step: int,
-    count: int,
-) -> tuple[dict[str, Any], Any, int]:
-    """Runs up to `count` steps, each after the tasks have told each other whether they have rows for it.
-
-    Returns the logs and checksum of the last one, and how many there were.
-    """
-    result, done = None, 0
-    while done < count:
-        element = engine.next_element(data, iterator, step + done)
-        if element is None:
-            break
-        result = function.on_element(element)
-        done += 1
-    if result is None:
-        raise StopIteration
-    return *result, done
-
-
 def _callback_list(
     engine: SynchronousEngine,
     model: Any,
@@ -382,37 +277,3 @@ def _callback_list(
         batch_size=data.source.global_batch_size,
         model=model,
     )
-
-
-def _log_plan(engine: SynchronousEngine, data: Input) -> None:
-    if not engine.is_chief or engine.size == 1:
-        return
-    batch, n = data.source.global_batch_size, engine.size
-    split = "its rows split over the tasks"
-    if batch:
-        split = " + ".join(str(batch * (i + 1) // n - batch * i // n) for i in range(min(n, 8))) + (
-            " + ..." if n > 8 else ""
-        )
-    if data.source.split == "sliced" and not engine.has_said_that_input_repeats:
-        engine.has_said_that_input_repeats = True
-        logger.info(
-            "every task reads the whole input and keeps its rows of each batch; tfdist.data shares the reading as well"
-        )
-    logger.info(
-        "training on %d tasks (%s); global batch %s = %s rows; %s steps per epoch%s",
-        n,
-        ", ".join(str(task) for task in engine.tasks[:8]) + (", ..." if n > 8 else ""),
-        batch or "of the dataset",
-        split,
-        data.steps or "an unknown number of",
-        f" over {data.source.rows:,} rows" if data.source.rows else "",
-    )
-
-
-def _concatenate(parts: Sequence[Any]) -> Any:
-    def join(*outputs: Any) -> Any:
-        if isinstance(outputs[0], tf.RaggedTensor):
-            return tf.concat(outputs, axis=0)
-        return np.concatenate([np.asarray(o) for o in outputs])
-
-    return parts[0] if len(parts) == 1 else keras.tree.map_structure(join, *parts)

@@ -33,6 +33,7 @@ from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.refusals import refuse
 from tfdist.trainer.sources import slice_batch, stand_in
 from tfdist.trainer.step import CaptureScope, Step
+from tfdist.trainer.stepping import Predicting, run_epoch
 from tfdist.trainer.trying import Trial
 from tfdist.trainer.whole_batch import mark
 from tfdist.trainer.xla import UntilNotCompilable, can_split, split_step
@@ -117,12 +118,12 @@ class SynchronousEngine:
         shapes = json.dumps([[list(v.shape), str(v.dtype)] for v in model.variables])
         return {
             "optimizer": type(inner).__name__,
+            **adapted.summary(model),
             "number of variables": len(model.variables),
             "shapes of variables (checksum)": zlib.crc32(shapes.encode()),
             "number of trainable variables": len(model.trainable_variables),
         }
 
-            **adapted.summary(model),
     def shared_variables(self, model: Any) -> list[Any]:
         """The variables that are the same on every task between two steps."""
         return shared_variables(model)
@@ -277,6 +278,62 @@ class SynchronousEngine:
                 ", ".join(plain[:3]) + (", ..." if len(plain) > 3 else ""),
             )
 
+    def log_plan(self, data: Input) -> None:
+        """Says on the chief which task gets what."""
+        if not self.is_chief or self.size == 1:
+            return
+        batch, n = data.source.global_batch_size, self.size
+        split = "its rows split over the tasks"
+        if batch:
+            split = " + ".join(str(batch * (i + 1) // n - batch * i // n) for i in range(min(n, 8))) + (
+                " + ..." if n > 8 else ""
+            )
+        if data.source.split == "sliced" and not self.has_said_that_input_repeats:
+            self.has_said_that_input_repeats = True
+            logger.info(
+                "every task reads the whole input and keeps its rows of each batch; tfdist.data shares the reading as "
+                "well"
+            )
+        logger.info(
+            "training on %d tasks (%s); global batch %s = %s rows; %s steps per epoch%s",
+            n,
+            ", ".join(str(task) for task in self.tasks[:8]) + (", ..." if n > 8 else ""),
+            batch or "of the dataset",
+            split,
+            data.steps or "an unknown number of",
+            f" over {data.source.rows:,} rows" if data.source.rows else "",
+        )
+
+    # -- passes over the data
+
+    def run_epoch(
+        self,
+        model: Any,
+        kind: str,
+        data: Input,
+        epoch: int,
+        begin: Callable[[int], None],
+        end: Callable[[int, Any], None],
+        stopped: Callable[[], bool],
+        numbers: Sequence[Any] = (),
+    ) -> dict[str, Any]:
+        """Runs one pass of "train" or "test" steps; see `stepping.run_epoch`."""
+        return run_epoch(self, model, self.function(model, kind), data, epoch, begin, end, stopped, numbers)
+
+    def predict(
+        self,
+        model: Any,
+        data: Input,
+        begin: Callable[[int], None],
+        end: Callable[[int, Any], None],
+        stopped: Callable[[], bool],
+    ) -> list[Any]:
+        """Returns the outputs of each execution, in order, the same on every task."""
+        batches: list[Any] = []
+        function = Predicting(self, self.predict_function(model), batches)
+        run_epoch(self, model, function, data, 0, begin, end, stopped)
+        return batches
+
     # -- functions
 
     def function(self, model: Any, kind: str) -> Steps:
@@ -361,6 +418,18 @@ class SynchronousEngine:
         if set(result) != set(logs):  # a custom step's own logs, as in Keras: those of its last step
             result = logs
         return internals.PYTHONIFY.find()(result)
+
+    def sum_of_states(self, mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Returns the sum over tasks of a metric's state that code outside a step reads, on every task."""
+        assert self.group is not None
+        with self.errors():
+            return self.group.all_reduce([mine], op="sum", tag="a metric's state (result, get_metrics_result)")[0]
+
+    def with_own_states(self, model: Any) -> keras.StatelessScope:
+        """Code inside sees this task's part of every metric's state, which needs no other task."""
+        variables = model.metrics_variables
+        own = [tf.convert_to_tensor(local_component(internals.native(v))) for v in variables]
+        return keras.StatelessScope(list(zip(variables, own, strict=True)), initialize_variables=False)
 
     # -- predictions
 
