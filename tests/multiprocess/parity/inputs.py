@@ -16,7 +16,10 @@ layers, optimizers, losses = keras.layers, keras.optimizers, keras.losses
 
 @case
 def shuffled_arrays(run: Run) -> dict:
-    """Reference: plain Keras on rows put in the documented order, f(seed, fit, epoch)."""
+    """Arrays with `shuffle=True`, in the documented order: f(seed, fit, epoch).
+
+    Reference: plain Keras on rows put in the documented order, f(seed, fit, epoch).
+    """
     x, y = regression(40)
     with run.scope():
         model = dense()
@@ -31,6 +34,8 @@ def shuffled_arrays(run: Run) -> dict:
 
 @case
 def dataset(run: Run) -> dict:
+    """A batched `tf.data.Dataset`, for training, validation and `predict`."""
+
     def batches(rows: int, seed: int, size: int) -> tf.data.Dataset:
         return tf.data.Dataset.from_tensor_slices(regression(rows, seed)).batch(size)
 
@@ -45,6 +50,7 @@ def dataset(run: Run) -> dict:
 
 @case
 def dataset_repeated(run: Run) -> dict:
+    """`Dataset.repeat()` with `steps_per_epoch`."""
     with run.scope():
         model = dense()
         model.compile("adam", "mse", jit_compile=False)
@@ -54,7 +60,10 @@ def dataset_repeated(run: Run) -> dict:
 
 @case
 def dataset_of_unknown_length(run: Run) -> dict:
-    """Plain Keras counts one iteration too many at each end it had not foreseen, so its steps are given to it."""
+    """A dataset of unknown length.
+
+    Plain Keras counts one iteration too many at each end it had not foreseen, so its steps are given to it.
+    """
     with run.scope():
         model = dense()
         model.compile("adam", "mse", jit_compile=False)
@@ -66,6 +75,7 @@ def dataset_of_unknown_length(run: Run) -> dict:
 
 @case(core=True)
 def dataset_with_sample_weights(run: Run) -> dict:
+    """A dataset with sample weights, and `weighted_metrics`."""
     weights = np.random.default_rng(5).uniform(0.1, 3, 40).astype("float32")
     with run.scope():
         model = dense()
@@ -91,6 +101,7 @@ class Batches(keras.utils.PyDataset):
 
 @case(core=True)
 def py_dataset(run: Run) -> dict:
+    """`keras.utils.PyDataset`."""
     with run.scope():
         model = dense()
         model.compile("adam", "mse", metrics=["mae"], jit_compile=False)
@@ -99,7 +110,10 @@ def py_dataset(run: Run) -> dict:
 
 @case
 def py_dataset_shuffled(run: Run) -> dict:
-    """Reference: plain Keras on batches put in the documented order, f(seed, fit, epoch)."""
+    """`PyDataset` with `shuffle=True`, in the documented order: f(seed, fit, epoch).
+
+    Reference: plain Keras on batches put in the documented order, f(seed, fit, epoch).
+    """
     with run.scope():
         model = dense()
         model.compile("adam", "mse", jit_compile=False)
@@ -113,6 +127,8 @@ def py_dataset_shuffled(run: Run) -> dict:
 
 @case
 def generator(run: Run) -> dict:
+    """A Python generator."""
+
     def batches() -> Any:
         x, y = regression(40)
         while True:
@@ -127,6 +143,7 @@ def generator(run: Run) -> dict:
 
 @case
 def sparse_dataset(run: Run) -> dict:
+    """A dataset of sparse tensors."""
     x, y = regression(40)
     x *= np.abs(x) > 0.7
     rows = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(x), y)).batch(12)
@@ -138,6 +155,7 @@ def sparse_dataset(run: Run) -> dict:
 
 @case
 def sparse_arrays(run: Run) -> dict:
+    """Sparse tensors as arrays."""
     x, y = regression(40)
     x *= np.abs(x) > 0.7
     with run.scope():
@@ -160,6 +178,7 @@ class Padding(keras.Model):
 
 @case
 def ragged_dataset(run: Run) -> dict:
+    """A dataset of ragged tensors."""
     random = np.random.default_rng(8)
     ids = tf.ragged.constant([random.integers(1, 9, length).tolist() for length in random.integers(1, 6, 40)])
     with run.scope():
@@ -172,6 +191,7 @@ def ragged_dataset(run: Run) -> dict:
 
 @case
 def strings(run: Run) -> dict:
+    """Strings, with `StringLookup` in the model."""
     words = np.array(["one", "two", "three", "four", "five"], dtype=object)
     x = words[np.random.default_rng(6).integers(0, 5, 40)]
     with run.scope():
@@ -185,7 +205,10 @@ def strings(run: Run) -> dict:
 
 @case
 def distributed_dataset(run: Run) -> dict:
-    """Split by TensorFlow's own `experimental_distribute_dataset`, as its guides have it."""
+    """`strategy.experimental_distribute_dataset`.
+
+    Split by TensorFlow's own `experimental_distribute_dataset`, as its guides have it.
+    """
     data = tf.data.Dataset.from_tensor_slices(regression(40)).batch(12)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -200,7 +223,10 @@ def distributed_dataset(run: Run) -> dict:
 
 @case
 def datasets_from_function(run: Run) -> dict:
-    """Each task brings rows of its own, not as many as the others; together they are all rows."""
+    """`strategy.distribute_datasets_from_function`, other numbers of rows on each task.
+
+    Each task brings rows of its own, not as many as the others; together they are all rows.
+    """
     x, y = regression(41)
     with run.scope():
         model = dense()
@@ -220,7 +246,10 @@ def datasets_from_function(run: Run) -> dict:
 
 @case(core=True)
 def pipeline_of_arrays(run: Run) -> dict:
-    """Reference: plain Keras on rows put in the documented order, f(seed, epoch)."""
+    """`tfdist.data.from_arrays`, shuffled, in the documented order: f(seed, epoch).
+
+    Reference: plain Keras on rows put in the documented order, f(seed, epoch).
+    """
     x, y = regression(40)
     with run.scope():
         model = dense()
@@ -242,7 +271,10 @@ def pipeline_of_arrays(run: Run) -> dict:
 
 @case
 def pipeline_of_files(run: Run) -> dict:
-    """Three CSV files of unequal sizes, fewer than some clusters have tasks; in file order that is rows in order."""
+    """`tfdist.data.from_files`: CSV files of unequal sizes.
+
+    Three CSV files of unequal sizes, fewer than some clusters have tasks; in file order that is rows in order.
+    """
     x, y = regression(40)
     with run.scope():
         model = dense()
@@ -265,7 +297,10 @@ def pipeline_of_files(run: Run) -> dict:
 
 @case
 def pipeline_of_a_function(run: Run) -> dict:
-    """Shares of other sizes, of which one ends early; the sum over tasks is one batch of all rows, then the rest."""
+    """`tfdist.data.from_function`: shares of other sizes, of which one ends early.
+
+    Shares of other sizes, of which one ends early; the sum over tasks is one batch of all rows, then the rest.
+    """
     x, y = regression(41)
     with run.scope():
         model = dense()
@@ -293,6 +328,7 @@ def pipeline_of_a_function(run: Run) -> dict:
 
 @case
 def on_batch(run: Run) -> dict:
+    """`train_on_batch`, `test_on_batch`, `predict_on_batch`."""
     x, y = regression(26)
     weight = np.random.default_rng(5).uniform(0.1, 3, 13).astype("float32")
     with run.scope():
@@ -309,16 +345,19 @@ def on_batch(run: Run) -> dict:
 
 @case
 def steps_per_epoch_on_arrays(run: Run) -> dict:
+    """`steps_per_epoch` on arrays."""
     return trained(run, rows=48, batch_size=8, steps_per_epoch=3, epochs=2)
 
 
 @case
 def sample_weight(run: Run) -> dict:
+    """`sample_weight`."""
     return trained(run, sample_weight=np.random.default_rng(5).uniform(0.1, 3, 40).astype("float32"))
 
 
 @case
 def class_weight(run: Run) -> dict:
+    """`class_weight`, and `weighted_metrics`."""
     x, y = regression(40)
     with run.scope():
         model = dense(2, "softmax")
@@ -334,9 +373,11 @@ def class_weight(run: Run) -> dict:
 
 @case
 def validation_split(run: Run) -> dict:
+    """`validation_split`."""
     return trained(run, rows=41, batch_size=12, validation_split=0.2)
 
 
 @case
 def validation_every_second_epoch(run: Run) -> dict:
+    """`validation_freq`, `validation_steps`."""
     return trained(run, epochs=4, validation_freq=2, validation_data=regression(9, 1), validation_steps=1)

@@ -14,6 +14,7 @@ layers, optimizers, losses = keras.layers, keras.optimizers, keras.losses
 
 @case
 def functional_with_names(run: Run) -> dict:
+    """Functional models of several inputs and outputs by name, with `loss_weights`."""
     x, y = regression(40)
     with run.scope():
         left, right = keras.Input((3,), name="left"), keras.Input((3,), name="right")
@@ -50,11 +51,13 @@ class Subclassed(keras.Model):
 
 @case
 def subclassed_unbuilt(run: Run) -> dict:
+    """Subclassed models that are not built yet."""
     return trained(run, model=Subclassed, validation_data=regression(7, 1), predict=regression(7, 2)[0])
 
 
 @case
 def convolution(run: Run) -> dict:
+    """Convolutions and pooling."""
     random = np.random.default_rng(3)
     x, y = random.normal(size=(26, 8, 8, 1)).astype("float32"), random.integers(0, 4, 26)
     with run.scope():
@@ -73,6 +76,7 @@ def convolution(run: Run) -> dict:
 
 @case
 def recurrent(run: Run) -> dict:
+    """`LSTM`."""
     x, y = np.random.default_rng(4).normal(size=(25, 5, 3)).astype("float32"), regression(25)[1]
     with run.scope():
         model = keras.Sequential([keras.Input((5, 3)), layers.LSTM(6), layers.Dense(1)])
@@ -82,6 +86,7 @@ def recurrent(run: Run) -> dict:
 
 @case(core=True)
 def embedding(run: Run) -> dict:
+    """`Embedding`: sparse gradients."""
     ids = np.random.default_rng(0).integers(0, 50, (40, 4)).astype("int32")
     with run.scope():
         model = keras.Sequential(
@@ -100,6 +105,7 @@ def inside_the_scope(run: Run) -> dict:
 
 @case
 def compiled_outside_the_scope(run: Run) -> dict:
+    """A model made in the scope and compiled outside it."""
     x, y = regression(40)
     with run.scope():
         model = dense()

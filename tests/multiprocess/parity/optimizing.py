@@ -458,7 +458,10 @@ _optimizer_cases()
 
 @case(core=True)
 def overflow_on_one_task(run: Run) -> dict:
-    """Row 22 overflows float32 in one task only: all must skip that step, with one scale."""
+    """`LossScaleOptimizer`: an overflow in one task makes all skip the step, with one scale.
+
+    Row 22 overflows float32 in one task only: all must skip that step, with one scale.
+    """
     x, y = regression(36)
     x[22] = 1e25
     with run.scope():

@@ -60,6 +60,8 @@ def _own_loop(run: Run, distribute: Callable[[Any], Any]) -> dict:
 
 @case(core=True)
 def own_loop_over_a_distributed_dataset(run: Run) -> dict:
+    """`strategy.run` over `experimental_distribute_dataset`."""
+
     def distribute(arrays: Any) -> Any:
         options = tf.data.Options()
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -71,6 +73,8 @@ def own_loop_over_a_distributed_dataset(run: Run) -> dict:
 
 @case
 def own_loop_over_datasets_from_a_function(run: Run) -> dict:
+    """`strategy.run` over `distribute_datasets_from_function`."""
+
     def distribute(arrays: Any) -> Any:
         def mine(context: tf.distribute.InputContext) -> tf.data.Dataset:
             # Rows of one global batch stay together, whatever the number of tasks.

@@ -52,6 +52,7 @@ class TwoOptimizers(keras.Model):
 
 @case
 def two_optimizers(run: Run) -> dict:
+    """A `train_step` with two optimizers."""
     x, y = regression(40)
     with run.scope():
         model = TwoOptimizers()
@@ -87,6 +88,7 @@ class GuideStep(keras.Model):
 
 @case(core=True)
 def train_step_of_the_guide(run: Run) -> dict:
+    """The `train_step` of Keras' guide."""
     x, y = regression(40)
     with run.scope():
         model = GuideStep()
@@ -114,6 +116,7 @@ class OwnLogs(GuideStep):
 
 @case
 def train_step_with_logs_of_its_own(run: Run) -> dict:
+    """A `train_step` with logs of its own."""
     x, y = regression(40)
     with run.scope():
         model = OwnLogs()
@@ -134,6 +137,7 @@ class Counting(GuideStep):
 
 @case
 def variable_updated_inside_a_cond(run: Run) -> dict:
+    """A variable updated inside a `tf.cond`."""
     x, y = regression(40)
     with run.scope():
         model = Counting()

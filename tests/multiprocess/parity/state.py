@@ -31,6 +31,7 @@ def batch_norm(synchronized: bool, epsilon: float = 1e-3) -> keras.Model:
 
 @case(core=True)
 def batch_norm_synchronized(run: Run) -> dict:
+    """`BatchNormalization(synchronized=True)`."""
     return trained(
         run,
         optimizer=lambda: optimizers.SGD(0.05),
@@ -43,6 +44,7 @@ def batch_norm_synchronized(run: Run) -> dict:
 
 @case
 def batch_norm_synchronized_with_few_rows(run: Run) -> dict:
+    """`BatchNormalization(synchronized=True)` with fewer rows than tasks."""
     # Two rows normalise to -1 and 1 whatever they were, and rounding is all that is left of the gradient: one process
     # in float32 then differs by 1e-4 from itself in float64. A large epsilon makes it a fair question.
     return trained(
@@ -57,11 +59,14 @@ def batch_norm_synchronized_with_few_rows(run: Run) -> dict:
 
 @case(differs="moving statistics are the share-weighted mean of the tasks' own; each task normalizes by its own rows")
 def batch_norm_plain(run: Run) -> dict:
+    """`BatchNormalization`."""
     return trained(run, optimizer=lambda: optimizers.SGD(0.05), model=lambda: batch_norm(False), rows=48, batch_size=24)
 
 
 @case(differs="each task draws its own numbers, from one seed")
 def dropout(run: Run) -> dict:
+    """`Dropout`."""
+
     def model() -> keras.Model:
         return keras.Sequential([keras.Input((6,)), layers.Dense(16), layers.Dropout(0.5, seed=3), layers.Dense(1)])
 

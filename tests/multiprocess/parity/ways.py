@@ -17,6 +17,7 @@ layers, optimizers, losses = keras.layers, keras.optimizers, keras.losses
 
 @case
 def several_steps_per_execution(run: Run) -> dict:
+    """`steps_per_execution`."""
     return trained(
         run,
         batch_size=6,
@@ -27,6 +28,7 @@ def several_steps_per_execution(run: Run) -> dict:
 
 @case
 def compiled_by_xla(run: Run) -> dict:
+    """`jit_compile=True`."""
     return trained(
         run,
         metrics=["mae", "r2_score"],
@@ -39,7 +41,10 @@ def compiled_by_xla(run: Run) -> dict:
 
 @case
 def compiled_where_xla_can_not(run: Run) -> dict:
-    """Synchronized batch statistics are sums over tasks in the middle of the step."""
+    """`jit_compile=True` where a sum over tasks stands amid the step: it runs without XLA.
+
+    Synchronized batch statistics are sums over tasks in the middle of the step.
+    """
     return trained(
         run,
         optimizer=lambda: optimizers.SGD(0.05),
@@ -50,6 +55,7 @@ def compiled_where_xla_can_not(run: Run) -> dict:
 
 @case
 def eagerly(run: Run) -> dict:
+    """`run_eagerly=True`."""
     return trained(run, epochs=1, metrics=["mae"], compile_arguments={"run_eagerly": True})
 
 
@@ -65,7 +71,10 @@ class StopAt(keras.callbacks.Callback):
 
 @case(core=True)
 def stopped_by_one_task(run: Run) -> dict:
-    """A callback stops on the last task alone: all stop at the same step."""
+    """A callback that sets `stop_training` on one task alone: all stop at that step.
+
+    A callback stops on the last task alone: all stop at the same step.
+    """
     x, y = regression(48)
     with run.scope():
         model = dense()
@@ -77,6 +86,7 @@ def stopped_by_one_task(run: Run) -> dict:
 
 @case
 def terminated_on_nan(run: Run) -> dict:
+    """`TerminateOnNaN`."""
     x, y = regression(48)
     x[20] = np.nan
     with run.scope():
@@ -89,6 +99,7 @@ def terminated_on_nan(run: Run) -> dict:
 
 @case
 def early_stopping_and_plateau(run: Run) -> dict:
+    """`EarlyStopping` and `ReduceLROnPlateau`."""
     x, y = regression(40)
     with run.scope():
         model = dense()
@@ -142,6 +153,7 @@ def evaluated_in_a_callback(run: Run) -> dict:
 
 @case
 def fit_twice(run: Run) -> dict:
+    """`fit`, `compile`, `fit` again."""
     x, y = regression(40)
     with run.scope():
         model = dense()
@@ -154,7 +166,10 @@ def fit_twice(run: Run) -> dict:
 
 @case
 def unknown_length_and_several_steps_per_execution(run: Run) -> dict:
-    """9 rows in batches of 2 are 5 steps, which 3 does not divide: none may be lost in later epochs."""
+    """`steps_per_execution` that does not divide an epoch of unknown length.
+
+    9 rows in batches of 2 are 5 steps, which 3 does not divide: none may be lost in later epochs.
+    """
     with run.scope():
         model = dense()
         model.compile("adam", "mse", jit_compile=False, steps_per_execution=1 if run.is_plain else 3)
