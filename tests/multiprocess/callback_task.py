@@ -347,6 +347,30 @@ def calls_inside_callbacks(task: Task) -> Any:
 
 
 @check
+def metrics_read_in_a_callback(task: Task) -> Any:
+    seen: list[float] = []
+
+    def read(model: keras.Model, *_: Any) -> None:
+        seen.extend(float(value) for value in model.get_metrics_result().values())
+        seen.append(float(model.metrics[0].result()))
+
+    model = task.model(metrics=["mae"])
+    task.fit(model, at("on_epoch_end", read), at("on_train_batch_end", read))
+    read(model)
+    return seen
+
+
+@check(only_tasks=True)
+def state_tree_read_by_the_chief_alone(task: Task) -> Any:
+    """As OrbaxCheckpoint does."""
+    trees: list[Any] = []
+    read = at("on_epoch_end", lambda model, *_: trees.append(model.get_state_tree("numpy_array")))
+    model = task.model()
+    task.fit(model, tfdist.callbacks.ChiefOnly(read))
+    return [sorted(trees[-1]), float(trees[-1]["metrics_variables"]["loss"]["count"])] if task.index == 0 else trees
+
+
+@check
 def a_callback_list(task: Task) -> Any:
     model = task.model()
     noted = Everything()

@@ -72,11 +72,18 @@ def test_a_callback_that_leaves_with_a_code_of_its_own_gives_it_to_the_run(folde
     assert "failed: worker 1 was first" in ended.words, ended
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_epoch_end"])
-def test_a_callback_that_evaluates_on_the_chief_alone_is_told_what_to_do(hook, folder):
-    ended = run_with(folder, hook=hook, task=0, do="self.model.evaluate(x, x[:, :1], verbose=0)")
+@pytest.mark.parametrize(
+    ("hook", "call", "name"),
+    [
+        ("on_train_batch_end", "evaluate(x, x[:, :1], verbose=0)", "evaluate"),
+        ("on_epoch_end", "predict(x, verbose=0)", "predict"),
+        ("on_epoch_end", "get_metrics_result()", "get_metrics_result"),
+    ],
+)
+def test_what_a_callback_calls_on_the_chief_alone_is_named_at_once(hook, call, name, folder):
+    ended = run_with(folder, hook=hook, task=0, do=f"self.model.{call}")
     assert ended.code == 1, ended
-    assert re.search(r"MismatchError: .*worker 0 called .*evaluate", ended.words), ended
+    assert re.search(rf"MismatchError: .*worker 0 called .*{name}", ended.words), ended
     assert "Call fit, evaluate, predict" in ended.words, ended
     assert "not on the chief alone, also in callbacks" in ended.words, ended
 

@@ -31,6 +31,7 @@ SAME_ON_EVERY_TASK = (
     "terminate_on_nan",
     "swap_ema_weights",
     "calls_inside_callbacks",
+    "metrics_read_in_a_callback",
     "a_callback_list",
     "params_and_model",
     "training_stopped_by_one_task",
@@ -103,6 +104,13 @@ def test_subclasses_of_what_writes_run_on_the_chief_and_the_users_own_everywhere
     chief, *others = [task["who_runs_subclasses_and_own_callbacks"] for task in tasks]
     assert chief == ["subclass of CSVLogger", "own", "own in ChiefOnly"]
     assert others == [["own"]] * len(others)
+
+
+def test_the_chief_alone_may_read_the_whole_state_as_orbax_checkpoint_does(tasks):
+    chief, *others = [task["state_tree_read_by_the_chief_alone"] for task in tasks]
+    groups = ["metrics_variables", "non_trainable_variables", "optimizer_variables", "trainable_variables"]
+    assert chief == [groups, 40 // len(tasks) // 5 * 5]  # its own rows: of each of 5 batches 8 // n
+    assert others == [[]] * len(others)
 
 
 ALONE = {

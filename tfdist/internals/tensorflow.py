@@ -73,13 +73,13 @@ def are_unique(indices: tf.Tensor) -> bool:
     return operation.type in ("Unique", "UniqueV2")
 
 
-def float16_terms(gradient: tf.Tensor) -> str:
+def float16_terms(gradient: Any) -> str:
     """Returns which terms of a wider gradient are float16 sums over rows: "all", "one" or "none".
 
     Layers of mixed_float16 compute it in float16 and cast it; "one" is where a regularizer's gradient is added to it.
     Known while a graph is traced; eagerly the answer is "none".
     """
-    if tf.executing_eagerly() or gradient.dtype == tf.float16:
+    if tf.executing_eagerly() or not isinstance(gradient, tf.Tensor) or gradient.dtype == tf.float16:
         return "none"
     operation = _behind_reshapes(gradient.op)
     if _is_cast_from_float16(operation):
@@ -108,6 +108,24 @@ def let_mirrored_variables_be_numbers() -> None:
     for name, number in (("__float__", float), ("__int__", int)):
         if not hasattr(values.MirroredVariable, name):
             setattr(values.MirroredVariable, name, lambda self, number=number: number(self.values[0].numpy()))
+
+
+def sum_states_with(find: Callable[[Any], Callable[[Any], Any] | None]) -> None:
+    """Lets metric states that are read outside a step be added up by us, who notice where other tasks do not read them.
+
+    TensorFlow's own sum would wait for those tasks for ever.
+
+    Args:
+        find: A strategy -> a function from this task's NumPy array to the sum over tasks, or None for TensorFlow's way.
+    """
+    original = values.SyncOnReadVariable._get_cross_replica
+
+    def read(self: Any) -> Any:
+        is_sum = tf.executing_eagerly() and self.aggregation == tf.VariableAggregation.SUM
+        add_up = find(self._distribute_strategy) if is_sum else None
+        return original(self) if add_up is None else tf.convert_to_tensor(add_up(self.values[0].numpy()))
+
+    values.SyncOnReadVariable._get_cross_replica = read
 
 
 # What TensorFlow's collectives broadcast on CPUs (CollectiveBcastSendV2).

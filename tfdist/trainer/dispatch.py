@@ -6,6 +6,7 @@ neither saving nor cloning nor class names.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import weakref
@@ -15,31 +16,32 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist import files, tf_config
-from tfdist.errors import StrategyError, UnsupportedError
+from tfdist.errors import StrategyError
 from tfdist.internals import keras as internals
+from tfdist.internals.tensorflow import sum_states_with
 from tfdist.trainer import hooks, loop
+from tfdist.trainer.asynchronous import AsynchronousEngine
 from tfdist.trainer.synchronous import SynchronousEngine
 
 logger = logging.getLogger(__name__)
 
-_engines: weakref.WeakKeyDictionary[Any, SynchronousEngine | str] = weakref.WeakKeyDictionary()
+Engine = SynchronousEngine | AsynchronousEngine
+_engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
 _installed = False
 _cluster_text: str | None = None  # TF_CONFIG when the strategy was made
 
 
-def register(strategy: tf.distribute.Strategy, engine: SynchronousEngine | str) -> None:
-    """Sends models made in the scope of `strategy` to `engine`; a string is the reason why they can't be trained."""
+def register(strategy: tf.distribute.Strategy, engine: Engine) -> None:
+    """Sends models made in the scope of `strategy` to `engine`."""
     global _cluster_text
     _install()
     _engines[strategy] = engine
     _cluster_text = os.environ.get("TF_CONFIG")
 
 
-def _engine_for(model: Any, method: str) -> SynchronousEngine | None:
+def _engine_for(model: Any, method: str) -> Engine | None:
     strategy = internals.strategy_of(model)
     engine = None if strategy is None else _engines.get(strategy)
-    if isinstance(engine, str):
-        raise UnsupportedError(f"model.{method}: {engine}")
     if engine is None and method in ("fit", "train_on_batch"):
         shared = next((e for e in _engines.values() if isinstance(e, SynchronousEngine) and e.size > 1), None)
         if shared is not None:
@@ -78,6 +80,24 @@ def _install() -> None:
         internals.override(internals.trainer_method(method), _send_to_loop(method, several_only=True))
     for method in ("save", "save_weights", "export"):
         internals.override(internals.model_method(method), _leave_to_chief(method))
+    internals.override(internals.model_method("get_state_tree"), _read_own_part)
+    sum_states_with(lambda strategy: _several(_engines.get(strategy), lambda engine: engine.sum_of_states))
+
+
+def _several(engine: Any, then: Callable[[SynchronousEngine], Any]) -> Any:
+    return then(engine) if isinstance(engine, SynchronousEngine) and engine.size > 1 else None
+
+
+def _read_own_part(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The states of metrics in it are this task's: the chief alone saves them, in OrbaxCheckpoint."""
+
+    def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        strategy = internals.strategy_of(self)
+        scope = _several(None if strategy is None else _engines.get(strategy), lambda e: e.with_own_states(self))
+        with scope or contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return dispatched
 
 
 def _leave_to_chief(method: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -44,7 +44,7 @@ TF_NAMES = [
     ],
     ("distribute.values", "DistributedValues"),
     ("distribute.values", "MirroredVariable"),
-    ("distribute.values", "SyncOnReadVariable"),
+    ("distribute.values", "SyncOnReadVariable._get_cross_replica"),
     ("eager.context", "Context.configure_coordination_service"),
     ("eager.context", "Context.ensure_initialized"),
     ("eager.context", "context"),
