@@ -37,6 +37,7 @@ class Gradients:
         self._applying = False  # inside the outermost optimizer.apply
         self._deferred = False  # the optimizer accumulates: the sum comes later, in _clip_gradients
         self._scaled: list[Any] = []  # optimizers from whose loss shares flow back
+        self._known_terms: list[tuple[Any, str]] = []  # gradients, and what float16_terms says of them
         self._merged_moments = False  # a backward pass through merged batch statistics was traced
         self._applied_kinds: set[bool] = set()  # of each apply: was the loss weighed before backward?
 
@@ -150,11 +151,18 @@ class Gradients:
         dense = [i for i, g in enumerate(merged) if _is_dense(g) and i not in largest]
         for i, value in zip(largest, step.max([merged[i] for i in largest], "float8 scales"), strict=True):
             merged[i] = value
-        rounded = [float16_terms(merged[i]) for i in dense]
+        rounded = [self._terms(merged[i]) for i in dense]
         parts = [self._weighed(merged[i], None, is_weighed) for i in dense]
         for i, total, terms in zip(dense, step.sum_with_moving(parts, "gradients"), rounded, strict=True):
             merged[i] = _as_one_float16_sum(total, terms)
         return merged
+
+    def know_terms(self, gradients: Sequence[Any], terms: Sequence[str]) -> None:
+        """Tells of gradients that come out of a compiled function what `float16_terms` says of them inside."""
+        self._known_terms = list(zip(gradients, terms, strict=True))
+
+    def _terms(self, gradient: Any) -> str:
+        return next((terms for known, terms in self._known_terms if known is gradient), None) or float16_terms(gradient)
 
     def sum_accumulated(self, gradients: Sequence[Any]) -> Sequence[Any]:
         """Called just before clipping: accumulated gradients become those of the whole batch."""

@@ -13,6 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.internals import keras as internals
+from tfdist.internals.tensorflow import float16_terms
 from tfdist.trainer.function import Steps
 from tfdist.trainer.step import CaptureScope, active
 
@@ -33,6 +34,8 @@ def split_step(model: Any) -> Callable[[Any], Any]:
         NotCompilableError: The forward or backward pass needs a sum over tasks.
     """
 
+    terms: list[str] = []  # what the sums outside must know of each gradient, and see inside only
+
     def compute(x: Any, y: Any, sample_weight: Any, captured: list[Any], values: list[tf.Tensor]) -> Any:
         with CaptureScope(list(zip(captured, values, strict=True))) as scope:
             with tf.GradientTape() as tape:
@@ -42,6 +45,7 @@ def split_step(model: Any) -> Callable[[Any], Any]:
                 internals.loss_tracker(model).update_state(loss, sample_weight=rows)
                 loss = model.optimizer.scale_loss(loss)
             gradients = tape.gradient(loss, model.trainable_weights)
+            terms[:] = map(float16_terms, gradients)
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
             return gradients, [scope.get_current_value(variable) for variable in captured]
 
@@ -59,6 +63,7 @@ def split_step(model: Any) -> Callable[[Any], Any]:
             gradients, values = compiled(x, y, sample_weight, [step.value_of(variable) for variable in captured])
         for variable, value in zip(captured, values, strict=True):
             step.set_value(variable, value)
+        step.gradients.know_terms(gradients, terms)
         model.optimizer.apply_gradients(zip(gradients, model.trainable_weights, strict=True))
         return model.get_metrics_result()
 

@@ -5,7 +5,7 @@ ordinary Keras code; only the scope is entered, which is no strategy at all in t
 """
 
 # Each makes its cases when it is imported.
-from parity import inputs, losses, metrics, models, optimizing, own_loops, own_steps, sizes, state, ways  # noqa: F401
+from parity import inputs, losses, metrics, models, optimizing, own_loops, own_steps, precision, sizes, state, ways  # noqa: F401
 from parity.cases import CASES, Case, Run
 
 __all__ = ["CASES", "Case", "Run"]

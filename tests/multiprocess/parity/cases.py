@@ -54,6 +54,7 @@ class Case:
         run: Trains, and returns the numbers that came out.
         differs: Right by a rule of its own, which this states, and not equal to one process; else empty.
         is_core: Also run with four tasks.
+        tolerance: The largest error that counts as equal; None is what float32 allows, another stands beside its reason.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Case:
     run: Function
     differs: str = ""
     is_core: bool = False
+    tolerance: float | None = None
 
     @property
     def seed(self) -> int:
@@ -72,14 +74,21 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(function: Function | None = None, *, differs: str = "", core: bool = False, name: str = "") -> Any:
+def case(
+    function: Function | None = None,
+    *,
+    differs: str = "",
+    core: bool = False,
+    name: str = "",
+    tolerance: float | None = None,
+) -> Any:
     """Makes a function one of CASES; as a decorator, alone or with arguments."""
     if function is None:
-        return lambda function: case(function, differs=differs, core=core, name=name)
+        return lambda function: case(function, differs=differs, core=core, name=name, tolerance=tolerance)
     name = name or function.__name__
     feature = (function.__doc__ or name.replace("_", " ")).strip().partition("\n")[0].rstrip(".")
     assert name not in CASES, f"two cases are called {name}"
-    CASES[name] = Case(name, function.__module__.rpartition(".")[2], feature, function, differs, core)
+    CASES[name] = Case(name, function.__module__.rpartition(".")[2], feature, function, differs, core, tolerance)
     return function
 
 

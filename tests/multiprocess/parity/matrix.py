@@ -13,6 +13,7 @@ from launching import environment, run
 
 from parity.cases import CASES
 from tfdist.testing import Comparison, compare
+from tfdist.testing.comparison import TOLERANCE
 
 TASK = Path(__file__).with_name("task.py")
 DEADLINE_S = 600
@@ -84,7 +85,7 @@ def compared(case: str, got: Arrays, reference: Arrays) -> Comparison:
     """Returns how far one task's arrays of a case are from those of one process; an error is infinitely far."""
     if not got or "error" in got or "error" in reference:
         return compare({"ended": 0}, {"ended": 1, "left": 1})
-    return compare(got, reference, tolerance=CASES[case].tolerance)
+    return compare(got, reference, tolerance=CASES[case].tolerance or TOLERANCE)
 
 
 def other_bits(results: Sequence[Mapping[str, np.ndarray]], index: int) -> list[str]:
