@@ -194,15 +194,18 @@ def _reversed(model: Any, data: Data) -> Data | None:
 
 
 def _rounded(model: Any, data: Data) -> Data:
-    """Each initial weight one rounding away from itself."""
+    """Each initial weight one rounding away from itself, in the precision that its model computes in."""
     random = np.random.default_rng(0)
+    coarsest = max((_eps_of(layer.compute_dtype) for layer in internals.layers_of(model)), default=0.0)
     for variable in model.trainable_variables:
         native = internals.native(variable)
         value = np.asarray(native)
         if value.dtype in (np.float32, np.float64):
-            native.assign(
-                np.nextafter(value, np.where(random.random(value.shape) < 0.5, -np.inf, np.inf), dtype=value.dtype)
-            )
+            signs = np.where(random.random(value.shape) < 0.5, -1, 1)
+            moved = np.nextafter(value, signs * np.inf, dtype=value.dtype)
+            if coarsest > _eps(variable):
+                moved = (value * (1 + signs * coarsest)).astype(value.dtype)
+            native.assign(moved)
     return data
 
 
@@ -355,7 +358,10 @@ def _name(variable: Any) -> str:
 
 
 def _eps(variable: Any) -> float:
-    dtype = keras.backend.standardize_dtype(variable.dtype)
+    return _eps_of(keras.backend.standardize_dtype(variable.dtype))
+
+
+def _eps_of(dtype: str) -> float:
     return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}.get(dtype, 0.0)
 
 
@@ -373,22 +379,29 @@ _WITH_RATE = (
 
 def _silence(model: Any) -> list[str]:
     """Switches dropout and noise off, which draw other numbers on each task by design; returns those layers' names."""
-    names: list[str] = []
+    names = []
     for layer in internals.layers_of(model):
-        cells = getattr(getattr(layer, "cell", None), "cells", [getattr(layer, "cell", None)])
-        before = len(names)
         if isinstance(layer, _WITH_RATE) and layer.rate:
             layer.rate = 0.0
             names.append(layer.name)
         elif isinstance(layer, keras.layers.GaussianNoise) and layer.stddev:
             layer.stddev = 0.0
             names.append(layer.name)
-        for cell in [layer, *cells]:
-            for attribute in ("dropout", "recurrent_dropout"):
-                if isinstance(getattr(cell, attribute, None), float) and getattr(cell, attribute):
-                    setattr(cell, attribute, 0.0)
-                    names += [layer.name] * (len(names) == before)
+        elif isinstance(layer, keras.layers.RNN) and sum(map(_silence_cell, _cells(layer))):
+            names.append(layer.name)
     return names
+
+
+def _cells(layer: Any) -> list[Any]:
+    return list(getattr(layer.cell, "cells", [layer.cell]))
+
+
+def _silence_cell(cell: Any) -> bool:
+    """Returns whether the cell of a recurrent layer dropped anything."""
+    found = [name for name in ("dropout", "recurrent_dropout") if getattr(cell, name, 0.0)]
+    for name in found:
+        setattr(cell, name, 0.0)
+    return bool(found)
 
 
 def _facts(model: Any) -> dict[str, Any]:
