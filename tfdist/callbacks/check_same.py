@@ -14,7 +14,7 @@ class CheckSame(keras.callbacks.Callback):
 
     All tasks hold the same values after every step; what breaks that is code that changes a variable on some tasks
     only, or from a task's own rows past the optimizer. `fit` compares after every epoch; this finds the step. Every
-    task's `fit` needs it. A check reads all values once (about a second for 1 GB) and sends a few bytes.
+    task's `fit` needs it. A check reads all values once (about two seconds for 1 GB) and sends a few bytes.
 
     Args:
         every_steps: How often to compare, in steps of the whole `fit`.

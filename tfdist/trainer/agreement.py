@@ -162,8 +162,7 @@ class Agreement:
         """
         if self.group is None:
             return
-        arrays = _values(variables)
-        mine = [[_checksum([array]), str(array.ravel()[0]) if array.size == 1 else None] for array in arrays]
+        mine = [_summary(_value(variable)) for variable in variables]  # one at a time: they may be on a GPU
         total = np.array(zlib.crc32(json.dumps([checksum for checksum, _ in mine]).encode()), np.int64)
         every = [int(value) for value in self.group.all_gather(total, tag="values of variables")]
         if len(set(every)) == 1:
@@ -241,8 +240,17 @@ def _name_of(variable: Any) -> str:
 
 def _values(variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
     """This task's own values."""
-    natives = [internals.native(v) if isinstance(v, keras.Variable) else v for v in variables]
-    return [np.asarray(local_component(native).numpy()) for native in natives]
+    return [_value(variable) for variable in variables]
+
+
+def _value(variable: Any) -> np.ndarray[Any, Any]:
+    native = internals.native(variable) if isinstance(variable, keras.Variable) else variable
+    return np.asarray(local_component(native).numpy())
+
+
+def _summary(array: np.ndarray[Any, Any]) -> tuple[int, str | None]:
+    """The checksum, and what to show of a single number."""
+    return _checksum([array]), str(array.ravel()[0]) if array.size == 1 else None
 
 
 def _assign(variable: Any, value: np.ndarray[Any, Any]) -> None:
