@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Sums of float32 in another order; what does not add up is off by far more.
 TOLERANCE = 1e-3
+# Two rows may add up by chance: the root of a mean does where both are equally wrong.
+FEW_ROWS = 8
 _recording = threading.local()
 
 
@@ -82,6 +84,17 @@ class Trial:
         """Returns, for each of `functions`, whether its values for parts of the rows miss that of all."""
         if not self.functions:
             return []
+        try:
+            return self._try_functions()
+        except Exception:
+            if internals.has_stock_train_step(self._model):
+                raise  # as the step itself will
+            # A step of the user's own may call them with something else than (y, y_pred), or the model not at all.
+            names = ", ".join(function.name for function in self.functions)
+            logger.info("%s could not be tried on the first rows of the data", names, exc_info=True)
+            return [False for _ in self.functions]
+
+    def _try_functions(self) -> list[bool]:
         x, y, y_pred, weight, count = self._whole()
         with CaptureScope(self._now()), _recorded_calls() as calls:
             compiled = internals.compiled_loss(self._model)
@@ -128,11 +141,11 @@ class Trial:
             x, y, weight = internals.UNPACK.find()(self._first_rows())
             count = int(tf.shape(tf.nest.flatten(x)[0])[0])
             y_pred = self._model(x, training=False)
-            if count == 1:  # a second row, with another prediction
+            while count < FEW_ROWS:  # the same again with other predictions
                 other = _map(lambda t: t * tf.cast(0.7, t.dtype) if t.dtype.is_floating else t, y_pred)
                 y_pred = _join(y_pred, other)
                 x, y, weight = (_join(part, part) for part in (x, y, weight))
-                count = 2
+                count *= 2
             self._rows = x, y, y_pred, weight, count
         return self._rows
 

@@ -15,11 +15,13 @@ layers, optimizers, losses = keras.layers, keras.optimizers, keras.losses
 
 @case
 def loss_sum(run: Run) -> dict:
+    """A loss with `reduction="sum"`."""
     return trained(run, optimizer=lambda: optimizers.SGD(1e-3), loss=losses.MeanSquaredError(reduction="sum"))
 
 
 @case
 def loss_mean_with_sample_weight(run: Run) -> dict:
+    """A loss with `reduction="mean_with_sample_weight"`."""
     return trained(
         run,
         loss=losses.MeanSquaredError(reduction="mean_with_sample_weight"),
@@ -29,6 +31,7 @@ def loss_mean_with_sample_weight(run: Run) -> dict:
 
 @case
 def loss_scalar(run: Run) -> dict:
+    """A loss function of your own that returns one number, a mean."""
     # Not Adam: it blows up the rounding of a gradient that is nearly zero.
     return trained(run, optimizer=lambda: optimizers.SGD(0.05), loss=lambda t, p: tf.reduce_mean(tf.abs(t - p) ** 1.5))
 
@@ -41,6 +44,8 @@ class MeanSquareLoss(keras.Layer):
 
 @case
 def regularizers(run: Run) -> dict:
+    """Kernel and activity regularizers; `add_loss` of a mean."""
+
     def model() -> keras.Model:
         hidden = layers.Dense(
             16,
@@ -55,6 +60,7 @@ def regularizers(run: Run) -> dict:
 
 @case(core=True)
 def masked(run: Run) -> dict:
+    """Masks (`Embedding(mask_zero=True)`) in loss and metrics."""
     ids = np.random.default_rng(0).integers(0, 9, (40, 7))
     ids[:, 4:] *= np.random.default_rng(1).integers(0, 2, (40, 3))
     y = np.random.default_rng(2).normal(size=(40, 7, 2)).astype("float32")
@@ -68,6 +74,7 @@ def masked(run: Run) -> dict:
 
 @case
 def additive_metrics(run: Run) -> dict:
+    """AUC, F1, precision, recall, IoU, accuracy, top-k, R2."""
     x, y = regression(41)
     labels = np.eye(3, dtype="float32")[np.digitize(y[:, 0], [-0.5, 0.5])]
     m = keras.metrics
@@ -113,6 +120,7 @@ class WithinHalf(keras.metrics.Metric):
 
 @case(core=True)
 def custom_metric(run: Run) -> dict:
+    """A metric of your own of counts and sums."""
     return trained(run, metrics=[WithinHalf(), "mae"], validation_data=regression(7, 1), rows=41)
 
 
@@ -149,6 +157,7 @@ OF_THE_WHOLE_BATCH: dict[str, tuple[Any, int, str | None, np.ndarray]] = {
     "Tversky": (losses.Tversky(0.3, 0.7, reduction="sum"), 4, "softmax", _ONE_HOT),
     "dice": ("dice", 4, "softmax", _ONE_HOT),
     "CosineSimilarity along rows": (losses.CosineSimilarity(axis=0), 4, None, _ONE_HOT),
+    "CosineSimilarity of numbers": (losses.CosineSimilarity(), 0, None, _POSITIVE[:, 0]),
 }
 
 
@@ -158,7 +167,11 @@ def _heads(run: Run, heads: dict[str, Any], compile_arguments: dict[str, Any] | 
         inputs = keras.Input((6,))
         hidden = layers.Dense(8, activation="tanh")(inputs)
         outputs = {
-            keys[name]: layers.Dense(size, activation=activation, name=keys[name])(hidden)
+            keys[name]: (
+                layers.Dense(size, activation=activation, name=keys[name])(hidden)
+                if size
+                else layers.Reshape((), name=keys[name])(layers.Dense(1)(hidden))  # y_pred: [rows]
+            )
             for name, (_, size, activation, _) in heads.items()
         }
         model = keras.Model(inputs, outputs)
@@ -267,8 +280,8 @@ def whole_batch_in_own_step(run: Run) -> dict:
     x, y = regression(41)
     with run.scope():
         model = TwoTowers(run)
+        model(x[:1])
         model.compile(optimizers.SGD(0.1), jit_compile=False)
-        model.build((None, 6))
     return fitted(model, x, y, batch_size=20)
 
 
@@ -312,3 +325,30 @@ def loss_without_reduction(run: Run) -> dict:
     }
     weights = {"mse": 0.01, "mae": 0.02, "mean": 0.01, "circle": 0.001}
     return _heads(run, heads, {"loss_weights": weights})
+
+
+@case
+def on_batch_with_class_weights(run: Run) -> dict:
+    """`train_on_batch` with `class_weight`, `test_on_batch` with `sample_weight`, `return_dict`."""
+    x, _ = regression(26)
+    classes = np.arange(26) % 3
+    with run.scope():
+        model = dense(3, "softmax")
+        model.compile(
+            "adam",
+            "sparse_categorical_crossentropy",
+            metrics=["accuracy"],
+            weighted_metrics=["accuracy"],
+            jit_compile=False,
+        )
+    weights = {0: 1.0, 1: 4.0, 2: 0.5}
+    logs = [
+        model.train_on_batch(x[:13], classes[:13], class_weight=weights, return_dict=True),
+        model.train_on_batch(x[13:], classes[13:], class_weight=weights, return_dict=True),
+        model.test_on_batch(x[:7], classes[:7], sample_weight=np.linspace(0, 2, 7), return_dict=True),
+        model.test_on_batch(x[:1], classes[:1], return_dict=True),
+    ]
+    return {
+        **{f"logs {i}": np.array([log[name] for name in sorted(log)]) for i, log in enumerate(logs)},
+        "predictions": np.ravel(model.predict_on_batch(x[:5])),
+    }
