@@ -15,23 +15,33 @@ import tensorflow as tf
 from tfdist import devices, process
 from tfdist.cluster import TFConfig
 from tfdist.collectives import Group
+from tfdist.internals import parameter_server as internals
+from tfdist.placement import Placement
 from tfdist.trainer import dispatch
+from tfdist.trainer.asynchronous import AsynchronousEngine
 
 logger = logging.getLogger(__name__)
 
-NO_FIT = (
-    "not supported under ParameterServerStrategy yet. Schedule steps of your own on a "
-    "tf.distribute.coordinator.ClusterCoordinator(strategy), or drop --ps: workers then train synchronously with fit"
-)
 
-
-def coordinate(config: TFConfig, group: Group) -> tf.distribute.ParameterServerStrategy:
+def coordinate(
+    config: TFConfig, group: Group, *, seed: int, step_timeout_s: float
+) -> tf.distribute.ParameterServerStrategy:
     """Returns the chief's strategy; its constructor connects to the servers of all other tasks."""
     process.set_current(process.Current(config, None, group))
-    # Never a variable_partitioner: Keras 3 can neither train nor save the sharded variables that it makes.
-    strategy = tf.distribute.ParameterServerStrategy(_resolver(config), variable_partitioner=None)
-    dispatch.register(strategy, NO_FIT)
+    strategy = make_strategy(_resolver(config), seed=seed, step_timeout_s=step_timeout_s)
     logger.info("%s coordinates %s", config.task, config.cluster.counts)
+    return strategy
+
+
+def make_strategy(resolver: Any, *, seed: int, step_timeout_s: float) -> tf.distribute.ParameterServerStrategy:
+    """Returns a strategy whose models `fit` sends to the asynchronous engine; its servers run already."""
+    process.keep_showing_decisions()
+    # Never a variable_partitioner: Keras 3 can neither train nor save the sharded variables that it makes.
+    strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=None)
+    placement = Placement(internals.num_ps(strategy))
+    internals.place(strategy, lambda shape, dtype, name: placement.choose(shape, dtype.size, name))
+    engine = AsynchronousEngine(strategy, placement, seed=seed, step_timeout_s=step_timeout_s)
+    dispatch.register(strategy, engine)
     return strategy
 
 

@@ -401,7 +401,7 @@ def show_decisions(environ: Mapping[str, str] | None = None) -> None:
 
     class Handler(logging.StreamHandler):  # type: ignore[type-arg]
         def emit(self, record: logging.LogRecord) -> None:
-            if not logging.getLogger().handlers:  # else the script's own show it
+            if not logging.getLogger().handlers or not logger.propagate:  # else the script's own show it
                 super().emit(record)
 
     handler = Handler()
@@ -413,6 +413,17 @@ def show_decisions(environ: Mapping[str, str] | None = None) -> None:
         with contextlib.suppress(TfdistError):
             shown = logging.INFO if is_chief(environ) else logging.WARNING
         logger.setLevel(shown)
+
+
+def keep_showing_decisions() -> None:
+    """Shows them as before from now on, whatever handlers the root logger gets.
+
+    TensorFlow's coordinator logs through absl, whose first line calls `logging.basicConfig()`: that is not the script.
+    """
+    import logging
+
+    if not logging.getLogger().handlers:
+        logging.getLogger("tfdist").propagate = False
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -212,7 +212,9 @@ def _create_parameter_server(
     _pass_proxies(config)
     if config.task != config.cluster.chief:
         parameter_server.serve(config, group)
-    strategy = parameter_server.coordinate(config, group)
+    strategy = parameter_server.coordinate(
+        config, group, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s
+    )
     process.report("phase", phase="connected")
     return strategy
 

@@ -30,6 +30,7 @@ _EMPTY_WARNINGS = re.compile(
     rb"|Cannot dlopen some GPU libraries"
     rb"|could not open file to read NUMA node"
     rb"|pyfunc_\d+ returns 0 values"  # how a step of ours ends where the group has failed
+    rb"|Local rendezvous is aborting with status: ABORTED: Cleanup"  # at the end of a function on a worker
     rb"|The calling iterator did not fully read the dataset being cached"
 )
 

@@ -8,8 +8,11 @@ the coordinator merges them; iterations grow by one atomic addition.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -17,12 +20,20 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist import process
+from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import outside_strategy
+from tfdist.placement import Placement
+from tfdist.trainer import sources
+from tfdist.trainer.agreement import Agreement
+from tfdist.trainer.building import build, build_by_calling, without_optionals
 from tfdist.trainer.coordination import Closure, Coordination
 from tfdist.trainer.inputs import Input
+from tfdist.trainer.metrics import cannot_be_merged, groups, merge
+from tfdist.trainer.refusals import refuse_under_parameter_servers
 from tfdist.trainer.step import CaptureScope
-from tfdist.trainer.worker_input import Reading, WorkerInput
+from tfdist.trainer.trying import Trial
+from tfdist.trainer.worker_input import Reading, WorkerInput, of_function, of_pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +43,7 @@ class AsynchronousEngine:
 
     Args:
         strategy: The strategy whose scope makes the variables.
+        placement: Where they are.
         seed: For scripts that set none: the order of shuffled arrays follows from it.
         step_timeout_s: If no step ends in this time, the run ends with an error.
         silent: Returns the names of the tasks that are not heard of, for messages.
@@ -40,13 +52,111 @@ class AsynchronousEngine:
     def __init__(
         self,
         strategy: tf.distribute.ParameterServerStrategy,
+        placement: Placement,
         *,
         seed: int = 0,
         step_timeout_s: float = process.DEFAULT_STEP_TIMEOUT_S,
         silent: Callable[[], str] = str,
     ) -> None:
-        self.strategy, self._seed, self.step_timeout_s = strategy, seed, step_timeout_s
+        self.strategy, self._placement, self._seed, self.step_timeout_s = strategy, placement, seed, step_timeout_s
         self.coordination = Coordination(strategy, step_timeout_s=step_timeout_s, silent=silent)
+        self.agreement = Agreement(None)
+        self.size, self.index, self.is_chief = 1, 0, True
+        self._has_said_the_plan = False
+
+    # -- what the loop asks of any engine; here one process decides, and nobody has to agree with it
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Code inside sees no strategy, so that Keras behaves as in one process."""
+        with outside_strategy():
+            yield
+
+    def summary(self, model: Any) -> dict[str, Any]:
+        return {}
+
+    def shared_variables(self, model: Any) -> list[Any]:
+        return []
+
+    def small_variables(self, model: Any) -> list[Any]:
+        return []
+
+    # -- building
+
+    def input(
+        self,
+        x: Any,
+        y: Any = None,
+        sample_weight: Any = None,
+        *,
+        model: Any = None,
+        steps: int | None = None,
+        **kwargs: Any,
+    ) -> Input | WorkerInput:
+        """Returns the batches: read by the workers where x says how, else by this process."""
+        if sources.is_pipeline(x) and x.rows is None:
+            return of_pipeline(x, steps)
+        if inspect.isfunction(x) or inspect.ismethod(x) or isinstance(x, functools.partial):
+            return of_function(x, self.coordination.workers, steps)
+        seed: tuple[int, ...] = ()
+        if model is not None:
+            # Another order in each fit of a model, the same in every run of the script.
+            fits = model.__dict__.get("_tfdist_fits", 0)
+            object.__setattr__(model, "_tfdist_fits", fits + 1)
+            script_seed = internals.RANDOM_SEED.find()()
+            seed = (self._seed if script_seed is None else script_seed, fits)
+        return Input(x, y, sample_weight, index=0, size=1, seed=seed, steps=steps, **kwargs)
+
+    def prepare(self, model: Any, element_spec: Any, *, training: bool) -> None:
+        """Builds the model, its loss, metrics and optimizer in the scope, before anything is traced."""
+        refuse_under_parameter_servers(model, self.coordination.workers if training else 1)
+        build(model, element_spec, self.strategy)
+
+    def build_by_calling(self, model: Any, data: Input | WorkerInput) -> None:
+        """Builds a model that was never compiled, from the shapes of x."""
+        build_by_calling(model, data.source.element_spec, self.strategy)
+
+    def try_functions(self, model: Any, first_rows: Callable[[], Any]) -> None:
+        """Finds metrics whose states can't be merged over closures, once for each compile.
+
+        Raises:
+            UnsupportedError: There is one.
+        """
+        compiled = internals.compiled_metrics(model)
+        if model.__dict__.get("_tfdist_tried") is compiled:
+            return
+        trial = Trial(model, lambda: without_optionals(first_rows()))
+        if trial and (wrong := trial.what_is_wrong()):
+            raise UnsupportedError(cannot_be_merged(wrong))
+        object.__setattr__(model, "_tfdist_tried", compiled)
+
+    def warn(self, model: Any) -> None:
+        """Nothing differs by design that the plan does not say."""
+
+    def log_plan(self, data: Input | WorkerInput) -> None:
+        """Says who reads the data."""
+        if self._has_said_the_plan:
+            return
+        self._has_said_the_plan = True
+        logger.info(
+            "training on %d workers, each on batches of its own at its own pace; %s",
+            self.coordination.workers,
+            "each reads its share of the data itself"
+            if isinstance(data, WorkerInput)
+            else "this process reads the data and hands out the batches (tfdist.data.from_function lets workers read)",
+        )
+        for line in str(self._placement).splitlines():
+            logger.info("%s", line)
+
+    # -- metrics
+
+    def reset_metrics(self, model: Any) -> None:
+        model.reset_metrics()
+
+    def results(self, model: Any, logs: dict[str, Any]) -> dict[str, float]:
+        """Returns the logs of an epoch: metrics over all its rows, other numbers from the last step."""
+        result = model.get_metrics_result()
+        return internals.PYTHONIFY.find()(result if set(result) == set(logs) else logs)
 
     # -- an epoch
 
@@ -59,15 +169,16 @@ class AsynchronousEngine:
         begin: Callable[[int], None],
         end: Callable[[int, Any], None],
         stopped: Callable[[], bool],
+        numbers: Sequence[Any] = (),
     ) -> dict[str, Any]:
         """Runs one pass; returns the logs of its last step, and leaves the epoch's metrics in the model's own."""
         function = self._function(model, kind)
-        totals, logs, done = function.states.zeros(), {}, 0
+        totals, logs, done = function.states.starts(), {}, 0
         read = self._on_workers if isinstance(data, WorkerInput) else self._on_batches
         for steps, states, own in read(function, data, epoch, model.steps_per_execution, begin, stopped):
             if steps == 0:
                 continue
-            totals = [total + state for total, state in zip(totals, states, strict=True)]
+            totals = function.states.merged(totals, states)
             logs = own or function.states.results(totals)
             # Steps end in any order, and are counted as they do.
             done += steps
@@ -132,7 +243,7 @@ class AsynchronousEngine:
 
         def outputs_of(*batches: Any) -> Any:
             with outside_strategy():
-                return [model.predict_step(_without_optionals(batch)) for batch in batches]
+                return [model.predict_step(without_optionals(batch)) for batch in batches]
 
         kept = model.__dict__.setdefault("_tfdist_functions", {})
         function = kept.setdefault("predict", tf.function(outputs_of, autograph=False, reduce_retracing=True))
@@ -174,15 +285,38 @@ def _closures(
 
 
 class MetricStates:
-    """The states of a model's metrics as tensors: where they start, and what they show."""
+    """The states of a model's metrics: where they start, how those of closures are merged, what they show."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self.variables = [variable for metric in model.metrics for variable in metric.variables]
+        seen: set[int] = set()
+        self._groups: list[tuple[Any, list[Any]]] = []
+        for metric, variables in groups(model.metrics):
+            mine = [variable for variable in variables if id(variable) not in seen]
+            seen |= {id(variable) for variable in mine}
+            self._groups.append((metric, mine))
+        self.variables = [variable for _, variables in self._groups for variable in variables]
+        # Most start at zero, but only a reset tells.
+        model.reset_metrics()
+        self._starts = [np.asarray(keras.ops.convert_to_numpy(v)) for v in self.variables]
         self._results = tf.function(self._results_of, autograph=False)
 
-    def zeros(self) -> list[np.ndarray[Any, Any]]:
-        return [np.zeros(v.shape, v.dtype) for v in self.variables]
+    def starts(self) -> list[np.ndarray[Any, Any]]:
+        """Returns the states after a reset."""
+        return list(self._starts)
+
+    def merged(self, states: Sequence[Any], more: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
+        """Returns the states of the rows of both, each of which was counted up from a reset."""
+        rest = iter(zip(states, more, self._starts, strict=True))
+        result: list[np.ndarray[Any, Any]] = []
+        for metric, variables in self._groups:
+            mine = [next(rest) for _ in variables]
+            if metric is None:
+                result += [one + other - start for one, other, start in mine]
+            else:
+                both = [[tf.constant(part[i]) for part in mine] for i in (0, 1)]
+                result += [np.asarray(value) for value in merge(metric, both)]
+        return result
 
     def _results_of(self, states: Sequence[tf.Tensor]) -> dict[str, Any]:
         with CaptureScope(list(zip(self.variables, states, strict=True))):
@@ -219,7 +353,7 @@ class StepsOnWorker:
 
     def _run(self, *batches: Any) -> tf.Tensor:
         with outside_strategy():
-            states = [tf.zeros(v.shape, v.dtype) for v in self.states.variables]
+            states = [tf.constant(start) for start in self.states.starts()]
             logs: dict[str, Any] = {}
             for batch in batches:
                 logs, states = self._traced_step(batch, states)
@@ -245,7 +379,7 @@ class StepsOnWorker:
             return tf.cond(element.has_value(), step, lambda: (tf.constant(False), done, *states))
 
         with outside_strategy():
-            states = [tf.zeros(v.shape, v.dtype) for v in self.states.variables]
+            states = [tf.constant(start) for start in self.states.starts()]
             start = (tf.constant(True), tf.constant(0), *states)
             has_value, done, *states = tf.while_loop(go_on, next_step, start, parallel_iterations=1)
             # As many numbers as HEAD says.
@@ -257,7 +391,7 @@ class StepsOnWorker:
         before = [tf.identity(internals.native(counter)) for counter in counters]
         captured = [*zip(self.states.variables, states, strict=True), *zip(counters, before, strict=True)]
         with CaptureScope(captured) as scope:
-            logs = self._step(_without_optionals(batch))
+            logs = self._step(without_optionals(batch))
             states = [tf.convert_to_tensor(scope.get_current_value(v)) for v in self.states.variables]
             grown = [scope.get_current_value(c) - old for c, old in zip(counters, before, strict=True)]
         for counter, more in zip(counters, grown, strict=True):
@@ -277,7 +411,3 @@ class StepsOnWorker:
 
         states = [take(v.shape, v.dtype) for v in self.states.variables]
         return states, {name: take(shape, "float64") for name, shape in self._own}
-
-
-def _without_optionals(data: Any) -> Any:
-    return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)

@@ -20,12 +20,11 @@ from tfdist.errors import StrategyError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import sum_states_with
 from tfdist.trainer import hooks, loop
-from tfdist.trainer.asynchronous import AsynchronousEngine
+from tfdist.trainer.loop import Engine
 from tfdist.trainer.synchronous import SynchronousEngine
 
 logger = logging.getLogger(__name__)
 
-Engine = SynchronousEngine | AsynchronousEngine
 _engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
 _installed = False
 _cluster_text: str | None = None  # TF_CONFIG when the strategy was made

@@ -13,16 +13,17 @@ from typing import Any
 import keras
 
 from tfdist.internals import keras as internals
+from tfdist.trainer.asynchronous import AsynchronousEngine
 from tfdist.trainer.callbacks import for_this_task, list_for_this_task, may_act_between_steps, needed_on_every_task
-from tfdist.trainer.inputs import Input
 from tfdist.trainer.stepping import concatenate
 from tfdist.trainer.synchronous import SynchronousEngine
 
 logger = logging.getLogger(__name__)
+Engine = SynchronousEngine | AsynchronousEngine
 
 
 def fit(
-    engine: SynchronousEngine,
+    engine: Engine,
     model: Any,
     x: Any = None,
     y: Any = None,
@@ -52,7 +53,7 @@ def fit(
             (x, y, sample_weight), validation_data = internals.SPLIT.find()(
                 (x, y, sample_weight), validation_split=validation_split
             )
-        data = engine.input(
+        data: Any = engine.input(
             x,
             y,
             sample_weight,
@@ -128,7 +129,7 @@ def fit(
 
 
 def evaluate(
-    engine: SynchronousEngine,
+    engine: Engine,
     model: Any,
     x: Any = None,
     y: Any = None,
@@ -145,7 +146,7 @@ def evaluate(
     if kwargs:
         raise ValueError(f"Arguments not recognized: {kwargs}")
     with engine.errors():
-        data = engine.input(x, y, sample_weight, batch_size=batch_size, steps=steps)
+        data: Any = engine.input(x, y, sample_weight, batch_size=batch_size, steps=steps)
         engine.agreement.require_same("evaluate", data.summary(""))
         engine.prepare(model, data.source.element_spec, training=False)
         engine.agreement.share_variables(model, optimizer=False)
@@ -155,7 +156,7 @@ def evaluate(
     return logs if return_dict else internals.metrics_in_order(model, logs)
 
 
-def _evaluate(engine: SynchronousEngine, model: Any, data: Input, callbacks: Any) -> dict[str, Any]:
+def _evaluate(engine: Engine, model: Any, data: Any, callbacks: Any) -> dict[str, Any]:
     model.stop_evaluating = False
     callbacks.on_test_begin()
     engine.reset_metrics(model)
@@ -174,7 +175,7 @@ def _evaluate(engine: SynchronousEngine, model: Any, data: Input, callbacks: Any
 
 
 def predict(
-    engine: SynchronousEngine,
+    engine: Engine,
     model: Any,
     x: Any,
     batch_size: int | None = None,
@@ -184,7 +185,7 @@ def predict(
 ) -> Any:
     """Returns the outputs for every row, once and in order, on every task; see `keras.Model.predict`."""
     with engine.errors():
-        data = engine.input(x, batch_size=batch_size, steps=steps)
+        data: Any = engine.input(x, batch_size=batch_size, steps=steps)
         engine.agreement.require_same("predict", data.summary(""))
         if not model.built:
             engine.build_by_calling(model, data)
@@ -256,13 +257,13 @@ def _logs_on_batch(engine: SynchronousEngine, model: Any, kind: str, batch: Any,
 
 
 def _callback_list(
-    engine: SynchronousEngine,
+    engine: Engine,
     model: Any,
     callbacks: Any,
     verbose: Any,
     *,
     epochs: int,
-    data: Input,
+    data: Any,
     history: bool = False,
 ) -> Any:
     if isinstance(callbacks, keras.callbacks.CallbackList):

@@ -126,3 +126,13 @@ def merge(metric: Any, states: Sequence[Sequence[tf.Tensor]]) -> list[tf.Tensor]
             f"({', '.join(variable.name for variable in variables)}); return one for each, in this order"
         )
     return [tf.cast(tf.convert_to_tensor(value), v.dtype) for v, value in zip(variables, values, strict=True)]
+
+
+def cannot_be_merged(wrong: dict[str, str]) -> str:
+    """Returns the words of the refusal; `wrong` is {metric: problem}, empty where only another task saw one."""
+    problems = " and ".join(f"{name}: {problem}" for name, problem in wrong.items()) or "(on another task)"
+    return (
+        f"the states of a metric can't be merged over tasks: {problems}. Keep sums and counts, which add up, and form "
+        f"the number in result(); or give the metric class a method {HOOK}(self, states) that returns the merged "
+        "values, one per variable, from a list of values of each task; or compute it from predict() in a callback"
+    )

@@ -26,9 +26,10 @@ from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
 from tfdist.trainer import adapted
 from tfdist.trainer.agreement import Agreement, shared_variables
+from tfdist.trainer.building import build, build_by_calling, without_optionals
 from tfdist.trainer.function import StepFunction, Steps
 from tfdist.trainer.inputs import Input
-from tfdist.trainer.metrics import HOOK, States
+from tfdist.trainer.metrics import States, cannot_be_merged
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.refusals import refuse
 from tfdist.trainer.sources import slice_batch, stand_in
@@ -204,24 +205,11 @@ class SynchronousEngine:
 
     def build_by_calling(self, model: Any, data: Input) -> None:
         """Builds a model that was never compiled, from the shapes of x."""
-        x, _, _ = internals.UNPACK.find()(_symbolic(data.source.element_spec))
-        with self.strategy.scope():
-            internals.OUTPUT_SPEC.find()(model, x, training=False)
+        build_by_calling(model, data.source.element_spec, self.strategy)
 
     def prepare(self, model: Any, element_spec: Any, *, training: bool) -> None:
         """Builds the model, its loss, metrics and optimizer in the scope, before anything is traced."""
-        batch = _symbolic(element_spec)
-        optimizer = model.optimizer
-        with self.strategy.scope():
-            if optimizer is not None and not optimizer.built:
-                for part in internals.optimizers_inside(optimizer):
-                    internals.set_optimizer_strategy(part, self.strategy)  # compiled outside the scope
-            try:
-                internals.symbolic_build(model, batch)
-            except RuntimeError:
-                # A model without call(), such as a GAN, has nothing to build from: its step knows its parts.
-                if internals.has_stock_train_step(model):
-                    raise
+        build(model, element_spec, self.strategy)
         if self.size > 1:
             refuse(model)
 
@@ -240,14 +228,14 @@ class SynchronousEngine:
         tried = model.__dict__.get("_tfdist_tried", (None, None))
         if self.size == 1 or all(a is b for a, b in zip(tried, compiled, strict=True)):
             return
-        trial = Trial(model, lambda: _without_optionals(first_rows()))
+        trial = Trial(model, lambda: without_optionals(first_rows()))
         if trial:
             for function, is_whole in zip(trial.functions, trial.need_the_whole_batch(), strict=True):
                 if self.agreement.any(is_whole, f"loss {function.name}"):
                     self._have_it_see_the_whole_batch(function)
             wrong = trial.what_is_wrong()
             if self.agreement.any(bool(wrong), "metrics"):
-                raise UnsupportedError(_cannot_be_merged(wrong))
+                raise UnsupportedError(cannot_be_merged(wrong))
             object.__setattr__(model, "_tfdist_starts", trial.starts())
         object.__setattr__(model, "_tfdist_tried", compiled)
 
@@ -373,7 +361,7 @@ class SynchronousEngine:
         def step(data: Any, rows: tf.Tensor, total: tf.Tensor, checksum: tf.Tensor) -> tuple[Any, tf.Tensor]:
             # Nothing may run when get_next() finds the end of the data: in plain Keras `iterations += 1` does.
             with tf.control_dependencies([tf.identity(total)]):
-                logs = self._step(model, step_function, kind == "train", _without_optionals(data), rows, total)
+                logs = self._step(model, step_function, kind == "train", without_optionals(data), rows, total)
             return logs, checksum
 
         return StepFunction(step, eager=model.run_eagerly, jit_compile=jit_compile)
@@ -440,7 +428,7 @@ class SynchronousEngine:
         if "predict" not in kept or kept["predict"][0] != state:
 
             def step(data: Any, rows: tf.Tensor, total: tf.Tensor, checksum: tf.Tensor) -> tuple[Any, tf.Tensor]:
-                return model.predict_step(_without_optionals(data)), checksum
+                return model.predict_step(without_optionals(data)), checksum
 
             jit_compile = bool(model.jit_compile)
             kept["predict"] = (state, StepFunction(step, eager=model.run_eagerly, jit_compile=jit_compile))
@@ -577,28 +565,3 @@ def _whole_activity_losses(model: Any, step: Step) -> Iterator[None]:
     finally:
         for layer, regularizer in whole.values():
             layer.activity_regularizer = regularizer
-
-
-def _cannot_be_merged(wrong: dict[str, str]) -> str:
-    problems = " and ".join(f"{name}: {problem}" for name, problem in wrong.items()) or "(on another task)"
-    return (
-        f"the states of a metric can't be merged over tasks: {problems}. Keep sums and counts, which add up, and form "
-        f"the number in result(); or give the metric class a method {HOOK}(self, states) that returns the merged "
-        "values, one per variable, from a list of values of each task; or compute it from predict() in a callback"
-    )
-
-
-def _symbolic(specs: Any) -> Any:
-    """tf.data's specs as KerasTensors, None where the data holds None."""
-
-    def symbolic(spec: Any) -> Any:
-        if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)):
-            return None
-        return keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name)
-
-    return keras.tree.map_structure(symbolic, specs)
-
-
-def _without_optionals(data: Any) -> Any:
-    """tf.data stands an Optional where Keras expects None."""
-    return keras.tree.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data)

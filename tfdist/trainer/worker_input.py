@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.trainer.coordination import Coordination, PerWorker
+from tfdist.trainer.sources import Pipeline, Source
 
 
 class WorkerInput:
@@ -20,21 +21,25 @@ class WorkerInput:
         steps: Steps of one epoch over all workers, or None for all that the workers' datasets hold.
 
     Attributes:
-        wanted_steps: The same.
+        source: What is known of the data.
+        wanted_steps: `steps` as given.
         steps: The same; known after the first epoch where it was not given.
-        rows: Rows in an epoch: not known.
-        global_batch_size: Rows of a step: not known.
     """
-
-    rows = None
-    global_batch_size = None
 
     def __init__(
         self, make: Callable[[int, int, int], tf.data.Dataset], element_spec: Any, steps: int | None = None
     ) -> None:
-        self._make, self.element_spec = make, element_spec
+        self._make = make
+        self.source = Source(element_spec, lambda number: iter(make(0, 1, number)), "workers")
         self.wanted_steps = self.steps = steps
         self._kept: PerWorker | None = None
+
+    def summary(self, prefix: str) -> dict[str, Any]:
+        return {}
+
+    def peek(self) -> Any:
+        """Returns the first element that a worker would get if it were alone."""
+        return next(self.source.start(0))
 
     def iterators(self, epoch: int, coordination: Coordination) -> PerWorker:
         """Returns the workers' iterators: new ones for each epoch, unless epochs are cut out of longer data."""
@@ -96,3 +101,33 @@ class Reading:
             self._ended.discard(worker)  # it was started anew, and reads its share again
         else:
             self._ended.add(worker)
+
+
+def of_pipeline(pipeline: Pipeline, steps: int | None) -> WorkerInput:
+    """A pipeline that gives each worker a share of its own; see `tfdist.data.from_function`."""
+
+    def make(worker: int, count: int, epoch: int) -> tf.data.Dataset:
+        dataset = pipeline.for_task(worker, count, epoch=epoch)
+        # At its end stand-ins follow, for tasks that must go on in step with others. Workers need not.
+        return dataset.take_while(lambda data, rows, total: total != 0).filter(lambda data, rows, total: rows > 0)
+
+    return WorkerInput(make, pipeline.element_spec, steps)
+
+
+def of_function(function: Callable[[tf.distribute.InputContext], Any], workers: int, steps: int | None) -> WorkerInput:
+    """A function of a `tf.distribute.InputContext`, which says which worker of how many asks.
+
+    Raises:
+        TypeError: It returns something else than a dataset.
+    """
+
+    def make(worker: int, count: int, epoch: int) -> tf.data.Dataset:
+        dataset = function(tf.distribute.InputContext(count, worker, 1))
+        if not isinstance(dataset, tf.data.Dataset):
+            raise TypeError(
+                f"{getattr(function, '__qualname__', function)!s} must return a tf.data.Dataset for the InputContext "
+                f"that it gets, not {type(dataset).__name__}"
+            )
+        return dataset.map(lambda *batch: (batch if len(batch) > 1 else batch[0],))
+
+    return WorkerInput(make, make(0, workers, 0).element_spec[0], steps)
