@@ -1,21 +1,26 @@
-"""`killed_saves.py OUT KILLS` kills tasks in the midst of saving and has each next one read what the last one left.
+"""`killed_saves.py OUT KIND [planted]` kills tasks wherever a save has changed the disk, and reads what they leave.
 
-Each child is forked after TensorFlow's import and before its start. It reads what the child before it left, then saves
-a model whose every weight is the number of the save, so that a mixture shows; this process kills it at a random moment
-of a save. Prints {kind: number of kills in the midst of a save}.
+Child 1, 2, 3, ... reads what the one before it left, saves a model whose every number is that of the save, so that a
+mixture shows, and kills itself as soon as it sees the 1st, 2nd, 3rd, ... change of names or sizes (by powers of two)
+under OUT. It looks after each call in the modules that write, and whenever Python opens, renames or removes something.
+Each child is forked after TensorFlow's import and before its start. Prints the number of moments at which one was
+killed.
+
+With `planted`, files are written straight to their place: the faulty saving that this program has to notice.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import select
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 import keras
@@ -23,14 +28,28 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tfdist import checkpoints
+from tfdist import checkpoints, files
 
-KINDS = ("m.keras", "m.weights.h5", "exported", "checkpoints")
 CHILD_DEADLINE_S = 60.0
+MOST_MOMENTS = 60
+WRITERS = (
+    "/h5py/",
+    "/keras/src/saving/",
+    "/tensorflow/python/checkpoint/",
+    "/tensorflow/python/eager/execute.py",
+    "/tensorflow/python/lib/io/",
+    "/tensorflow/python/saved_model/",
+    "/tensorflow/python/training/",
+    "/tfdist/",
+    "/shutil.py",
+    "/zipfile",
+)
 
 
-def new_model() -> keras.Model:
-    model = keras.Sequential([keras.Input((30,)), keras.layers.Dense(300), keras.layers.Dense(30)])
+def new_model(number: int = 0) -> keras.Model:
+    """A model whose graph holds the number as well as its weights: an export has a file for each."""
+    layers = [keras.layers.Dense(300), keras.layers.Dense(30), keras.layers.Rescaling(0.0, offset=float(number))]
+    model = keras.Sequential([keras.Input((30,)), *layers])
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
     return model
@@ -62,29 +81,86 @@ def number_left(out: Path, kind: str) -> int:
         return 0
     elif kind == "m.keras":
         model = tfdist.load(path)
+        assert model.layers[-1].offset == number_of(model.weights)
     elif kind == "m.weights.h5":
         model = new_model()
         tfdist.load_weights(model, path)
     else:
-        return number_of(tf.saved_model.load(str(path)).variables)
+        loaded = tf.saved_model.load(str(path))
+        return number_of([*loaded.variables, loaded.serve(np.ones((1, 30), "float32"))])
     return number_of([*model.weights, *model.optimizer.variables])
 
 
-def child(out: Path, kind: str, write_end: int, last: int, saves: int) -> None:
-    def tell(what: str, number: int) -> None:
-        os.write(write_end, (json.dumps([what, number]) + "\n").encode())
+def save(model: keras.Model, out: Path, kind: str, number: int) -> None:
+    if kind == "checkpoints":
+        checkpoints.write(str(out / kind), model, checkpoints.Position(number, number))
+        checkpoints.prune(str(out / kind), 2, step=number)
+    else:
+        tfdist.save(model, out / kind)
 
+
+# -- killing
+
+
+def look(folder: Path) -> Any:
+    """What tells two states of a folder apart."""
+    try:
+        return [
+            (path, state.st_ino, 0 if S_ISDIR(state.st_mode) else state.st_size.bit_length())
+            for parent, folders, names in os.walk(folder)
+            for path in [os.path.join(parent, name) for name in (*folders, *names)]
+            for state in [os.stat(path)]
+        ]
+    except FileNotFoundError:  # in between
+        return None
+
+
+def die_at_change(folder: Path, moment: int) -> None:
+    """Kills this process as soon as the folder is seen to have changed so many times."""
+    last, left, looking = look(folder), moment, False
+    writes: dict[Any, bool] = {}
+
+    def see() -> None:
+        nonlocal last, left, looking
+        if looking:
+            return
+        looking = True
+        now = look(folder)
+        if now is not None and now != last:
+            last, left = now, left - 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+        looking = False
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event not in ("return", "c_return"):
+            return
+        code = frame.f_code
+        if code not in writes:
+            writes[code] = any(part in code.co_filename for part in WRITERS)
+        if writes[code]:
+            see()
+
+    def audit(event: str, arguments: Any) -> None:
+        if event.startswith(("open", "os.", "shutil.")) and not looking:
+            see()
+
+    sys.addaudithook(audit)
+    sys.setprofile(profile)
+
+
+def child(out: Path, kind: str, tell: Callable[[str, int], None], last: int, moment: int) -> None:
     tell("left", number_left(out, kind))
-    model = new_model()
-    for number in range(last + 1, last + 1 + saves):
-        set_all(model, number)
-        tell("begins", number)
-        if kind == "checkpoints":
-            checkpoints.write(str(out / kind), model, checkpoints.Position(number, number))
-            checkpoints.prune(str(out / kind), 2)
-        else:
-            tfdist.save(model, out / kind)
-        tell("ended", number)
+    files.tidy(str(out))
+    files.tidy(str(out / kind))
+    number = last + 1
+    model = new_model(number)
+    set_all(model, number)
+    tell("begins", number)
+    die_at_change(out, moment)
+    save(model, out, kind, number)
+    sys.setprofile(None)
+    tell("ended", number)
 
 
 class Children:
@@ -93,63 +169,61 @@ class Children:
     def __init__(self, out: Path, kind: str) -> None:
         self.out, self.kind = out, kind
         self.begun = self.done = 0  # numbers of saves
-        self.took = 0.0
 
-    def run(self, share: float | None) -> bool:
-        """Kills a new child when this share of its second save has passed; returns whether it was in its midst.
-
-        Without a share the child saves once and ends.
-        """
+    def run(self, moment: int) -> bool:
+        """Returns whether a new child came to this moment of its save, and so died there."""
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                child(self.out, self.kind, write_end, self.begun, 1 if share is None else 3)
+                child(self.out, self.kind, lambda *told: write_line(write_end, told), self.begun, moment)
                 code = 0
             except BaseException:
                 traceback.print_exc()
             finally:
                 os._exit(code)
         os.close(write_end)
-        first, deadline, kill_at = self.begun + 1, time.monotonic() + CHILD_DEADLINE_S, None
+        deadline = time.monotonic() + CHILD_DEADLINE_S
         with os.fdopen(read_end, "rb", buffering=0) as pipe:
             while True:
-                until = deadline if kill_at is None else kill_at
-                if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
                     os.kill(pid, signal.SIGKILL)
-                    kill_at = deadline
+                    raise TimeoutError(f"{self.kind}, moment {moment}: a child took longer than {CHILD_DEADLINE_S} s")
                 line = pipe.readline()
                 if not line:
                     break
                 what, number = json.loads(line)
-                now = time.monotonic()
                 if what == "left":
                     assert number in (self.done, self.begun), f"{self.kind} {number}, not {self.done} or {self.begun}"
+                    self.done = number  # what was seen once must stay
                 elif what == "begins":
-                    self.begun, began_at = number, now
-                    # A process's first save is slower than the rest, so it only tells how long one takes.
-                    if number == first + 1 and share is not None:
-                        kill_at = now + share * self.took
+                    self.begun = number
                 else:
-                    self.done, self.took = number, now - began_at
+                    self.done = number
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        assert status in (0, -signal.SIGKILL), f"{self.kind}: a child ended with {status}"
-        return self.begun > self.done
+        assert status in (0, -signal.SIGKILL), f"{self.kind}, moment {moment}: a child ended with {status}"
+        return status != 0
 
 
-def main(out: Path, kills: int) -> None:
-    chance = random.Random(0)
-    in_the_midst = {}
-    for kind in KINDS:
-        children = Children(out, kind)
-        in_the_midst[kind] = sum(children.run(chance.random()) for _ in range(kills))
-        children.run(None)  # reads, and takes over what was left beside
-    checkpoints.newest(str(out / "checkpoints"))
+def write_line(descriptor: int, told: Any) -> None:
+    os.write(descriptor, (json.dumps(told) + "\n").encode())
+
+
+def main(out: Path, kind: str, *, planted: bool) -> None:
+    children = Children(out, kind)
+    assert not children.run(10**9)  # something to lose
+    if planted:
+        files.write = lambda path, write, **kwargs: write(path)
+    moment = 1
+    while children.run(moment):
+        moment += 1
+        assert moment < MOST_MOMENTS, "a save without end"
+    children.run(10**9)  # reads what the last one has left
     beside = [path.name for path in out.rglob(".*")]
     assert not beside, beside
-    print(json.dumps(in_the_midst))
+    print(moment - 1)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], planted=sys.argv[3:] == ["planted"])
