@@ -216,8 +216,12 @@ def accumulates(optimizer: Any) -> bool:
 
 def accumulators(optimizer: Any) -> list[Any]:
     """Returns the variables in which an optimizer adds up gradients: each task's are its own until they are summed."""
-    parts = optimizers_inside(optimizer)
-    return [v for part in parts for v in getattr(part, "_accumulated_gradients", []) if v is not None]
+    return [
+        kept
+        for part in optimizers_inside(optimizer)
+        for kept, variable in zip(getattr(part, "_accumulated_gradients", ()), part._trainable_variables, strict=False)
+        if kept is not None and not is_overwritten_by_gradient(variable)
+    ]
 
 
 def scales_loss(optimizer: Any) -> bool:

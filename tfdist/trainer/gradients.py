@@ -76,8 +76,9 @@ class Gradients:
         clipping.
         """
         if self._applying:  # LossScaleOptimizer and MultiOptimizer call the optimizers inside them
-            result = apply(optimizer, self._after_sums(gradients), variables)
-            self._wait_for_sums_inside(optimizer, variables)
+            gradients = self._after_sums(list(gradients))
+            result = apply(optimizer, gradients, variables)
+            self._wait_for_sums_inside(gradients, variables or internals.trainable_variables(optimizer))
             return result
         variables = None if variables is None else list(variables)
         build_in_scope(optimizer, variables)
@@ -87,14 +88,17 @@ class Gradients:
         known = variables or internals.trainable_variables(optimizer)
         self._deferred = internals.accumulates(optimizer)
         if self._deferred:
-            gradients = [self._weighed(g, v, is_weighed) for g, v in zip(gradients, known, strict=True)]
+            gradients = [
+                g if internals.is_overwritten_by_gradient(v) else self._weighed(g, is_weighed)
+                for g, v in zip(self._with_largest(gradients, known), known, strict=True)
+            ]
             gradients = self._after_sums(gradients)
         else:
             gradients = self.merge(gradients, known, is_weighed)
         self._applying = True
         try:
             result = apply(optimizer, gradients, variables)
-            self._wait_for_sums_inside(optimizer, variables)
+            self._wait_for_sums_inside(gradients, known)
         finally:
             self._applying = self._deferred = False
         return result
@@ -117,7 +121,7 @@ class Gradients:
                 None if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in gradients
             ]
 
-    def _wait_for_sums_inside(self, optimizer: Any, variables: Any) -> None:
+    def _wait_for_sums_inside(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Sums that follow wait for the one that an accumulating optimizer has in a tf.cond.
 
         TensorFlow orders a tf.cond only by the variables that it writes, so without this tasks could send in different
@@ -125,14 +129,16 @@ class Gradients:
         """
         if not self._deferred:
             return
-        written = list(variables or internals.trainable_variables(optimizer))
-        smallest = min(written, key=lambda v: math.prod(v.shape))
-        native = internals.native(smallest) if isinstance(smallest, keras.Variable) else smallest
-        self._step.wait_for(tf.identity(native))
+        pairs = zip(gradients, variables, strict=True)
+        written = [v for g, v in pairs if g is not None and not internals.is_overwritten_by_gradient(v)]
+        if written:
+            smallest = min(written, key=lambda v: math.prod(v.shape))
+            native = internals.native(smallest) if isinstance(smallest, keras.Variable) else smallest
+            self._step.wait_for(tf.identity(native))
 
     # -- sums
 
-    def merge(self, gradients: Sequence[Any], variables: Sequence[Any] | None, is_weighed: bool) -> list[Any]:
+    def merge(self, gradients: Sequence[Any], variables: Sequence[Any], is_weighed: bool) -> list[Any]:
         """Returns the gradients of the whole batch; the moving statistics travel in the same message.
 
         Args:
@@ -140,19 +146,19 @@ class Gradients:
             variables: What they are the gradients of.
             is_weighed: Whether the task's share is in them already.
         """
-        step, merged = self._step, list(gradients)
-        largest = [i for i, v in enumerate(variables or ()) if internals.is_overwritten_by_gradient(v)]
+        step, merged = self._step, self._with_largest(gradients, variables)
         for i, gradient in enumerate(merged):
             if isinstance(gradient, tf.IndexedSlices):
-                gathered = step.gather(self._weighed(gradient, None, is_weighed), f"sparse gradient {i}")
+                gathered = step.gather(self._weighed(gradient, is_weighed), f"sparse gradient {i}")
                 # Rows that one process would bring once must not come once per task: optimizers tell the difference.
                 merged[i] = _summed(gathered) if are_unique(gradient.indices) else gathered
-        largest = [i for i in largest if merged[i] is not None]
-        dense = [i for i, g in enumerate(merged) if _is_dense(g) and i not in largest]
-        for i, value in zip(largest, step.max([merged[i] for i in largest], "float8 scales"), strict=True):
-            merged[i] = value
+        dense = [
+            i
+            for i, (g, v) in enumerate(zip(merged, variables, strict=True))
+            if _is_dense(g) and not internals.is_overwritten_by_gradient(v)
+        ]
         rounded = [self._terms(merged[i]) for i in dense]
-        parts = [self._weighed(merged[i], None, is_weighed) for i in dense]
+        parts = [self._weighed(merged[i], is_weighed) for i in dense]
         for i, total, terms in zip(dense, step.sum_with_moving(parts, "gradients"), rounded, strict=True):
             merged[i] = _as_one_float16_sum(total, terms)
         return merged
@@ -183,11 +189,20 @@ class Gradients:
             return finite
         return self._step.sum([tf.cast(~finite, tf.float32)], "finite check")[0] == 0
 
-    def _weighed(self, gradient: Any, variable: Any, is_weighed: bool) -> Any:
+    def _with_largest(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Returns the gradients; of those that are a new scale of float8, which is a maximum, the largest of all."""
+        merged = list(gradients)
+        pairs = zip(gradients, variables, strict=True)
+        scales = [i for i, (g, v) in enumerate(pairs) if g is not None and internals.is_overwritten_by_gradient(v)]
+        for i, value in zip(scales, self._step.max([merged[i] for i in scales], "float8 scales"), strict=True):
+            merged[i] = value
+        return merged
+
+    def _weighed(self, gradient: Any, is_weighed: bool) -> Any:
         """Returns this task's term of the sum."""
-        if gradient is None or (variable is not None and internals.is_overwritten_by_gradient(variable)):
-            return gradient
         weigh = self._step.if_live if is_weighed else self._step.weigh
+        if gradient is None:
+            return None
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(weigh(gradient.values), gradient.indices, gradient.dense_shape)
         return weigh(gradient)

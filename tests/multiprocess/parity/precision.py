@@ -234,3 +234,19 @@ def float64_layers(run: Run) -> dict:
         model.compile(optimizers.SGD(0.05), losses.MeanSquaredError(dtype="float64"), jit_compile=False)
     result = fitted(model, x, y, batch_size=13)
     return {key: value for key, value in result.items() if key.startswith("weight")}  # the loss log is float32
+
+
+@case(tolerance=2e-2)
+def float8(run: Run) -> dict:
+    """float8: layers after quantize("float8"), with and without accumulation"""
+    # 2^-3 is the rounding of float8_e5m2: a value on the edge between two falls on another side in a few steps.
+    x, y = regression(39)
+    result = {}
+    for steps in (None, 2):
+        with run.scope():
+            model = small()
+            model.quantize("float8")
+            model.compile(optimizers.SGD(0.05, gradient_accumulation_steps=steps), "mse", jit_compile=False)
+        trained = fitted(model, x, y, batch_size=13)
+        result |= {f"{steps} {name}": value for name, value in trained.items()}
+    return result
