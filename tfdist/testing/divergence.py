@@ -56,7 +56,7 @@ class Divergence:
         rows: All that was compared.
         first: Where they part first: "step 3 (epoch 1, batch 3)"; empty where they do not.
         off: What is wrong there, one sentence each, variables in the order of the model's layers.
-        noise: Variables of which nothing can be told, since their gradient is zero but for rounding.
+        noise: Variables of which nothing can be told, since rounding alone moves them as far as any fault would.
     """
 
     rows: tuple[Row, ...]

@@ -204,7 +204,7 @@ def _rounded(model: Any, data: Data) -> Data:
             signs = np.where(random.random(value.shape) < 0.5, -1, 1)
             moved = np.nextafter(value, signs * np.inf, dtype=value.dtype)
             if coarsest > _eps(variable):
-                moved = (value * (1 + signs * coarsest)).astype(value.dtype)
+                moved = (value * (1 + signs * coarsest / 2)).astype(value.dtype)
             native.assign(moved)
     return data
 
