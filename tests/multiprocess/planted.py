@@ -26,7 +26,7 @@ layers, optimizers = keras.layers, keras.optimizers
 ROWS, BATCH_SIZE = 45, 13  # shares of 6 and 7 rows, and a last batch of 6
 
 
-def _data() -> tuple[np.ndarray, np.ndarray]:
+def data() -> tuple[np.ndarray, np.ndarray]:
     x = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
     return x, (x @ np.linspace(-1, 1, 6)[:, None] + 0.3 * np.sin(3 * x[:, :1])).astype("float32")
 
@@ -50,31 +50,35 @@ def _compiled(model: keras.Model, optimizer: Any, loss: Any = "mse", **arguments
 def synchronized() -> Any:
     norm = layers.BatchNormalization(synchronized=True, momentum=0.8, name="norm")
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8, name="first"), norm, layers.Dense(1, name="last")])
-    return _compiled(model, optimizers.SGD(0.05, momentum=0.9), metrics=["mae"]), *_data()
+    return _compiled(model, optimizers.SGD(0.05, momentum=0.9), metrics=["mae"]), *data()
+
+
+def without_data() -> keras.Model:
+    return _compiled(_dense(), "adam")
 
 
 def clipped() -> Any:
-    return _compiled(_dense(), optimizers.SGD(0.1, global_clipnorm=0.05)), *_data()
+    return _compiled(_dense(), optimizers.SGD(0.1, global_clipnorm=0.05)), *data()
 
 
 def summed() -> Any:
-    return _compiled(_dense(), optimizers.SGD(1e-3), keras.losses.MeanSquaredError(reduction="sum")), *_data()
+    return _compiled(_dense(), optimizers.SGD(1e-3), keras.losses.MeanSquaredError(reduction="sum")), *data()
 
 
 def weighted() -> Any:
-    return _compiled(_dense(), "adam"), *_data(), np.random.default_rng(5).uniform(0.1, 3, ROWS).astype("float32")
+    return _compiled(_dense(), "adam"), *data(), np.random.default_rng(5).uniform(0.1, 3, ROWS).astype("float32")
 
 
 def accumulating() -> Any:
-    return _compiled(_dense(), optimizers.SGD(0.1, gradient_accumulation_steps=2)), *_data()
+    return _compiled(_dense(), optimizers.SGD(0.1, gradient_accumulation_steps=2)), *data()
 
 
 def decaying() -> Any:
-    return _compiled(_dense(), optimizers.AdamW(1e-2, weight_decay=0.1)), *_data()
+    return _compiled(_dense(), optimizers.AdamW(1e-2, weight_decay=0.1)), *data()
 
 
 def averaged() -> Any:
-    return _compiled(_dense(), optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.8)), *_data()
+    return _compiled(_dense(), optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.8)), *data()
 
 
 def masked() -> Any:
@@ -87,12 +91,12 @@ def masked() -> Any:
 
 def with_dropout() -> Any:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dropout(0.5, name="drop"), layers.Dense(1)])
-    return _compiled(model, "adam"), *_data()
+    return _compiled(model, "adam"), *data()
 
 
 def plain_batch_norm() -> Any:
     model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(name="norm"), layers.Dense(1)])
-    return _compiled(model, "sgd"), *_data()
+    return _compiled(model, "sgd"), *data()
 
 
 def coupling_rows() -> Any:
@@ -101,7 +105,7 @@ def coupling_rows() -> Any:
     def loss(y_true: Any, y_pred: Any) -> Any:
         return tf.reduce_mean((y_pred - tf.roll(y_pred, 1, 0) - y_true) ** 2)
 
-    return _compiled(_dense(), "sgd", loss), *_data()
+    return _compiled(_dense(), "sgd", loss), *data()
 
 
 def other_data_each_time() -> Any:

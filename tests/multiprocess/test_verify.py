@@ -125,8 +125,5 @@ def test_the_command_prints_the_report_and_ends_with_1_where_a_number_is_wrong(t
     assert rows["change of the weights"] == rows["predictions"] == "wrong"
 
 
-def test_in_a_test_the_report_is_what_is_asserted():
-    report = tfdist.testing.verify(planted.clipped, workers=[1], epochs=1, batch_size=13)
-    assert report
-    assert "right on 1 worker" in str(report)
-    report.check()
+def test_in_a_test_a_model_and_its_data_are_all_it_takes():
+    tfdist.testing.assert_parity(planted.without_data, planted.data(), workers=1)
