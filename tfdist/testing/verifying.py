@@ -42,8 +42,8 @@ class Report:
             lines += ["", f"{_workers(workers)}, against one process of plain Keras", *_table(run.rows)]
             if run.noise:
                 lines.append(
-                    f"noise: rounding alone moves {_some(run.noise)} as far as any fault would, so it tells nothing; its "
-                    "gradient is zero but for rounding, or its precision low"
+                    f"noise: rounding alone moves {_some(run.noise)} as far as any fault would, so it tells nothing: "
+                    "its gradient is zero but for rounding, or its precision is low"
                 )
             if run.wrong:
                 lines += [f"WRONG from {run.first} on:", *(f"  {words}" for words in run.off)]
