@@ -54,7 +54,7 @@ class Case:
         run: Trains, and returns the numbers that came out.
         differs: Right by a rule of its own, which this states, and not equal to one process; else empty.
         is_core: Also run with four tasks.
-        tolerance: The largest error that counts as equal; None is what float32 allows, another stands beside its reason.
+        tolerance: The largest error that counts as equal, with its reason beside it; None is what float32 allows.
     """
 
     name: str
