@@ -72,58 +72,6 @@ def masked(run: Run) -> dict:
     return fitted(model, ids.astype("int32"), y, batch_size=13)
 
 
-@case
-def additive_metrics(run: Run) -> dict:
-    """AUC, F1, precision, recall, IoU, accuracy, top-k, R2."""
-    x, y = regression(41)
-    labels = np.eye(3, dtype="float32")[np.digitize(y[:, 0], [-0.5, 0.5])]
-    m = keras.metrics
-    with run.scope():
-        model = dense(3, "softmax")
-        model.compile(
-            "adam",
-            "categorical_crossentropy",
-            metrics=[
-                m.AUC(),
-                m.F1Score(),
-                m.Precision(),
-                m.Recall(),
-                m.OneHotMeanIoU(3),
-                m.CategoricalAccuracy(),
-                m.TopKCategoricalAccuracy(2),
-                m.R2Score(),
-            ],
-            jit_compile=False,
-        )
-    return fitted(model, x, labels, batch_size=13, validation_data=(x[:9], labels[:9]))
-
-
-class WithinHalf(keras.metrics.Metric):
-    """A metric of the user's own: a share of all values, kept as two counts and a histogram."""
-
-    def __init__(self) -> None:
-        super().__init__(name="within_half")
-        self.near = self.add_weight(name="near", initializer="zeros")
-        self.all = self.add_weight(name="all", initializer="zeros")
-        self.histogram = self.add_weight(name="histogram", shape=(4,), initializer="zeros")
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        error = keras.ops.abs(y_true - y_pred)
-        self.near.assign_add(keras.ops.sum(keras.ops.cast(error < 0.5, "float32")))
-        self.all.assign_add(keras.ops.cast(keras.ops.size(error), "float32"))
-        bins = keras.ops.cast(keras.ops.minimum(error, 3.0), "int32")
-        self.histogram.assign_add(keras.ops.sum(keras.ops.one_hot(keras.ops.reshape(bins, (-1,)), 4), axis=0))
-
-    def result(self) -> Any:
-        return self.near / self.all + keras.ops.max(self.histogram) / 1000
-
-
-@case(core=True)
-def custom_metric(run: Run) -> dict:
-    """A metric of your own of counts and sums."""
-    return trained(run, metrics=[WithinHalf(), "mae"], validation_data=regression(7, 1), rows=41)
-
-
 # -- every loss of Keras, each on a head of its own
 
 _BINARY, _CLASSES = (np.arange(40) % 3 == 0).astype("float32")[:, None], np.arange(40) % 4

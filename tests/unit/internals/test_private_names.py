@@ -118,6 +118,45 @@ def test_the_compiled_loss_is_another_object_after_compile(model):
     assert keras_internals.compiled_loss(model) is not before
 
 
+def test_losses_and_metrics_tell_what_they_call():
+    function, arguments = keras_internals.function_of_loss(keras.losses.Dice(axis=(1, 2)))
+    assert (function, arguments) == (keras.losses.dice, {"axis": (1, 2)})
+    function, arguments = keras_internals.function_of_metric(keras.metrics.CosineSimilarity(axis=0))
+    assert (function.__name__, arguments) == ("cosine_similarity", {"axis": 0})
+
+
+def test_a_compiled_model_tells_its_losses(model):
+    assert [type(loss).__name__ for loss in keras_internals.compiled_losses(model)] == ["LossFunctionWrapper"]
+    assert keras_internals.compiled_losses(keras.Sequential()) == []
+
+
+def test_a_metric_tells_those_it_holds():
+    class Holding(keras.metrics.Metric):
+        def __init__(self):
+            super().__init__()
+            self.mean = keras.metrics.Mean()
+
+    holding = Holding()
+    assert keras_internals.metrics_of(holding) == [holding.mean]
+    assert holding.variables == holding.mean.variables
+
+
+def test_a_mask_travels_with_its_tensor():
+    ids = keras.layers.Embedding(3, 2, mask_zero=True)(np.array([[1, 0]]))
+    assert keras_internals.mask_of(ids).numpy().tolist() == [[True, False]]
+    other = tf.constant([[1.0, 2.0]])
+    keras_internals.set_mask(other, keras_internals.mask_of(ids))
+    loss = keras.losses.MeanSquaredError()(tf.constant([[1.0], [0.0]]), tf.reshape(other, (2, 1)))
+    assert float(loss) == 2.0  # reshaped: no mask any more
+    assert keras_internals.mask_of(other) is not None
+
+
+def test_the_layer_with_the_vocabulary_is_found():
+    text = keras.layers.TextVectorization(vocabulary=["one", "two"])
+    assert keras_internals.lookup_of(text).get_vocabulary() == text.get_vocabulary()
+    assert keras_internals.lookup_of(keras.layers.Dense(1)).units == 1
+
+
 def test_the_native_variable_is_tensorflows_and_can_be_assigned():
     variable = keras.Variable([1.0, 2.0])
     assert isinstance(keras_internals.native(variable), tf.Variable)
