@@ -202,11 +202,11 @@ def _typed(metric: Any, state: Sequence[Any]) -> list[tf.Tensor]:
 
 
 def _same_result(metric: Any, one: Sequence[Any], other: Sequence[Any]) -> bool:
-    results = []
-    for state in (one, other):
+    def result(state: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
         with CaptureScope(list(zip(metric.variables, _typed(metric, state), strict=True))):
-            results.append([np.asarray(value) for value in keras.tree.flatten(metric.result())])
-    return _all_close(*results)
+            return [np.asarray(value) for value in keras.tree.flatten(metric.result())]
+
+    return _all_close(result(one), result(other))
 
 
 def _adds_up(owner: Any, y_true: Any, y_pred: Any, count: int) -> bool:
