@@ -97,6 +97,6 @@ def test_a_kill_amid_model_checkpoint_leaves_the_old_file_or_the_new_one(kind, a
 def amid_a_save(tmp_path_factory):
     """Returns how many of the kills met a save, by kind of file; the script fails where a file was not whole."""
     out = tmp_path_factory.mktemp("killed")
-    done = run_command([sys.executable, Path(__file__).with_name("killed_training.py"), out, KILLS], out, 200)
+    done = run_command([sys.executable, Path(__file__).with_name("killed_training.py"), out, KILLS], out, 400)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -49,7 +49,7 @@ ONLY_ON_THE_CHIEF: dict[str, Any] = {
 def plain(tmp_path_factory):
     """What one process without tfdist gives, by name."""
     out = tmp_path_factory.mktemp("plain")
-    done = run_command([sys.executable, TASK, out, "plain"], out, 150)
+    done = run_command([sys.executable, TASK, out, "plain"], out, 300)
     assert done.returncode == 0, done.stderr
     return json.loads((out / "0.json").read_text())
 
@@ -58,7 +58,7 @@ def plain(tmp_path_factory):
 def tasks(request, tmp_path_factory):
     """What each of N tasks gives, by name."""
     out = tmp_path_factory.mktemp("tasks")
-    ended = run("--workers", request.param, TASK, out, "tasks", deadline_s=240)
+    ended = run("--workers", request.param, TASK, out, "tasks", deadline_s=500)
     assert ended.code == 0, str(ended)
     return [json.loads((out / f"{index}.json").read_text()) for index in range(request.param)]
 
