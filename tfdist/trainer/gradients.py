@@ -1,9 +1,9 @@
 """Gradients of a task's rows -> those of the whole batch, before Keras uses them.
 
 The order is: loss, share of the task, backward, sum over tasks, check finite, clip, accumulate, apply. The share goes
-in where Keras scales it (`optimizer.scale_loss`), so that what flows back through the layers is
-what one process has: float16 overflows and rounds at the same places. A step of the user's own that never scales its
-loss, because its optimizer does not ask for it, weighs its gradients just before they are summed.
+in where Keras scales the loss (`optimizer.scale_loss`), so that what flows back through the layers is what one process
+has: float16 overflows and rounds at the same places. A step of the user's own whose optimizer does not scale may leave
+that call out, so its gradients are weighed just before they are summed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from parity.cases import Run, dense, regression
 
@@ -134,6 +135,45 @@ class WithNumbersMissing(Largest):
 )
 def metric_merged_to_too_few_values(run: Run) -> object:
     return compiled(run, metrics=[WithNumbersMissing()]).evaluate(X, Y, verbose=0)
+
+
+# -- optimizers
+
+
+class ScalesOneLoss(keras.Model):
+    """Two optimizers, of which one scales its loss, behind merged batch statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm = keras.layers.BatchNormalization(synchronized=True)
+        self.inner = keras.Sequential([keras.Input((6,)), keras.layers.Dense(4), norm])
+        self.out = keras.layers.Dense(1)
+        self.scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+        self.plain = keras.optimizers.SGD(0.1)
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        for layer, optimizer in ((self.inner, self.scaling), (self.out, self.plain)):
+            weights = layer.trainable_variables
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self.out(self.inner(x, training=True)) - y) ** 2)
+                scaled = optimizer.scale_loss(loss)
+            optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@refused(
+    "A step that scales the loss of one optimizer and not of another, with `BatchNormalization(synchronized=True)`",
+    words="UnsupportedError: the step scales the loss of one of its optimizers.*LossScaleOptimizer for all",
+    instead="`LossScaleOptimizer` for all optimizers of the step, or for none",
+)
+def one_of_two_losses_scaled(run: Run) -> object:
+    with run.scope():
+        model = ScalesOneLoss()
+        model.out.build((None, 4))
+        model.compile(jit_compile=False)
+    model.built = True
+    return model.fit(X, Y, verbose=0)
 
 
 # -- predictions
