@@ -65,6 +65,16 @@ def test_functions_given_as_metrics_are_tried_too():
     assert trial(metrics=[of_rows, root, "mae"]).need_the_whole_batch() == [False, True]
 
 
+def test_a_function_that_can_not_be_tried_is_left_as_it_is():
+    def needs_a_whole_model(y_true, y_pred):
+        return ops.mean(y_pred._of_a_layer)
+
+    tried = trial(metrics=[of_rows])
+    tried.functions.append(keras.metrics.MeanMetricWrapper(needs_a_whole_model, name="odd"))
+    tried._model._compile_metrics._flat_metrics[0].metrics.append(tried.functions[-1])
+    assert tried.need_the_whole_batch() == [False, False]
+
+
 def test_what_is_keras_own_is_not_tried():
     assert not trial(loss=keras.losses.Dice(), metrics=["mae", keras.metrics.AUC()])
 
