@@ -26,6 +26,7 @@ NOISE = 0.1
 Floats = npt.NDArray[np.float64]
 Record = Mapping[str, Any]
 
+AT_THE_START, NUMBER_OF_STEPS = "weights at the start", "number of steps"
 WORDS = {"weights": "change of the weights", "optimizer": "optimizer's variables", "state": "change of other state"}
 
 
@@ -72,6 +73,7 @@ class Divergence:
 
 def compare(got: Record, reference: Record, controls: Sequence[Record], *, tolerance: float) -> Divergence:
     """Returns where `got` parts from `reference`."""
+    got, *controls = (_with_names_of(reference, record) for record in (got, *controls))
     steps = list(zip(got["steps"], reference["steps"], strict=False))
     rows = [Row("data", 0.0, 0.0, "right"), _at_the_start(got, reference)]
     parts = [_of_group(group, got, reference, controls, tolerance) for group in WORDS]
@@ -81,8 +83,11 @@ def compare(got: Record, reference: Record, controls: Sequence[Record], *, toler
     rows += _at_the_end(got, reference, controls, tolerance)
     if len(got["steps"]) != len(reference["steps"]):
         words = f"{len(got['steps'])} steps instead of {len(reference['steps'])}"
-        rows.insert(1, Row("number of steps", float("inf"), 0.0, "wrong", words))
-    first, off = ("", ()) if all(row.verdict != "wrong" for row in rows) else _first(rows, logs, parts, steps)
+        rows.insert(1, Row(NUMBER_OF_STEPS, float("inf"), 0.0, "wrong", words))
+    first: str = ""
+    off: Sequence[str] = ()
+    if any(row.verdict == "wrong" for row in rows):
+        first, off = _first(rows, logs, parts, steps, reference["steps"])
     return Divergence(tuple(rows), first, tuple(off), tuple(parts[0].noise()))
 
 
@@ -116,6 +121,25 @@ def depends_on_order(reference: Record, reordered: Record, rounded: Record) -> b
         if part.has_values and np.max(part.errors[0] > np.maximum(1e-2, FACTOR * part.rounding[0])):
             return True
     return False
+
+
+def _with_names_of(reference: Record, record: Record) -> Record:
+    """Returns the record with the metrics' names of the reference: a process calls its second auc auc_1."""
+    ours, theirs = (sorted(r["evaluate"] or r["epochs"], key=_with_number) for r in (record, reference))
+    if [_with_number(name)[0] for name in ours] != [_with_number(name)[0] for name in theirs]:
+        return record
+    names = dict(zip(ours, theirs, strict=True))
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    steps = [{**step, "logs": renamed(step["logs"])} for step in record["steps"]]
+    return {**record, "steps": steps, "epochs": renamed(record["epochs"]), "evaluate": renamed(record["evaluate"])}
+
+
+def _with_number(name: str) -> tuple[str, int]:
+    base, _, number = name.rpartition("_")
+    return (base, int(number)) if base and number.isdecimal() else (name, 0)
 
 
 # -- one kind of number at every step
@@ -267,7 +291,7 @@ def _error(got: Array | None, expected: Array | None) -> float:
 
 
 def _at_the_start(got: Record, reference: Record) -> Row:
-    what = "weights at the start"
+    what = AT_THE_START
     for group in ("weights", "state"):
         ours, theirs = got["groups"][group], reference["groups"][group]
         if ours["values"].shape[1:] != theirs["values"].shape[1:]:
@@ -311,14 +335,18 @@ def _step_name(step: Mapping[str, Any], number: int) -> str:
 
 
 def _first(
-    rows: Sequence[Row], logs: Sequence[_Part], parts: Sequence[_Part], steps: Sequence[Any]
+    rows: Sequence[Row], logs: Sequence[_Part], parts: Sequence[_Part], steps: Sequence[Any], expected: Sequence[Any]
 ) -> tuple[str, Sequence[str]]:
     """Returns what is wrong first: where, and sentences."""
-    for row in rows[:3]:
-        if row.verdict == "wrong" and not row.what.startswith(("loss", "change")):
+    for row in rows:
+        if row.verdict == "wrong" and row.what == AT_THE_START:
             size = f", off by {_percent(row.difference)}" if np.isfinite(row.difference) else ""
             return "before the first step", [f"{row.what}: {row.where}{size}"]
+    count = next((row.where for row in rows if row.what == NUMBER_OF_STEPS), "")
     for step in range(len(steps)):
+        ours, theirs = steps[step]
+        if (ours["epoch"], ours["batch"]) != (theirs["epoch"], theirs["batch"]):
+            return _step_name(theirs, step), [f"{count or 'as many steps'}: this one was not made"]
         words = [
             f"{part.names[0]} is off by {_percent(part.errors[step, 0])}"
             for part in logs
@@ -331,6 +359,8 @@ def _first(
         ]
         if words:
             return _step_name(steps[step][1], step), [*words, *_before(step, (*logs, *parts))]
+    if len(steps) < len(expected):
+        return _step_name(expected[len(steps)], len(steps)), [f"{count}: this one was not made"]
     wrong = [row for row in rows if row.verdict == "wrong"]
     return "after the last step", [f"{row.what}: off by {_percent(row.difference)}" for row in wrong]
 

@@ -104,6 +104,22 @@ def test_a_variable_whose_gradient_is_rounding_alone_is_called_noise():
     assert result.noise == ("dense/bias",)
 
 
+def test_metrics_of_a_second_model_in_a_process_are_the_same_metrics():
+    """Keras counts their names on: auc, auc_1 and then auc_2, auc_3."""
+
+    def renamed(names, values=(0.1, 0.2)):
+        made = record()
+        logs = dict(zip(names, map(np.asarray, values), strict=True))
+        steps = [{**step, "logs": logs} for step in made["steps"]]
+        return {**made, "steps": steps, "epochs": logs, "evaluate": logs}
+
+    reference = renamed(["auc", "auc_1"])
+    result = divergence.compare(reference, reference, [renamed(["auc_2", "auc_3"])], tolerance=1e-5)
+    assert {row.what: row.rounding for row in result.rows}["auc_1, after each batch"] == 0.0
+    result = divergence.compare(renamed(["auc_10", "auc_9"]), reference, [reference], tolerance=1e-5)
+    assert result.off[0] == "auc is off by 100.0%"  # auc_9 comes first, and is 0.2
+
+
 def test_a_wrong_log_alone_names_no_variable():
     result = found(record(loss=(1.0, 0.5, 0.26)))
     assert result.first == "step 3 (epoch 2, batch 1)"
@@ -125,7 +141,8 @@ def test_another_number_of_steps_is_said():
     for group in short["groups"].values():
         group["values"] = group["values"][:-1]
     result = found(short)
-    assert "number of steps: 2 steps instead of 3" in "; ".join(result.off)
+    assert result.first == "step 3 (epoch 2, batch 1)"
+    assert result.off == ("2 steps instead of 3: this one was not made",)
 
 
 def test_tasks_that_hold_other_values_are_named():
