@@ -89,8 +89,8 @@ class Trial:
         try:
             return self._try_functions()
         except Exception:
-            # A step of the user's own may call them with something else, or the model not at all; a loss may need more of
-            # a tensor than its rows. What is wrong with a loss itself, the first step will tell.
+            # A step of the user's own may call them with something else, or the model not at all; a loss may need more
+            # of a tensor than its rows. What is wrong with a loss itself, the first step will tell.
             names = ", ".join(function.name for function in self.functions)
             logger.info("%s could not be tried on the first rows of the data", names, exc_info=True)
             return [False for _ in self.functions]
