@@ -18,6 +18,7 @@ from tfdist.data.pipeline import (
     head,
     is_whole,
     name_of,
+    place,
     share,
     specs_as_text,
 )
@@ -109,7 +110,8 @@ class FunctionPipeline(Pipeline):
 
     @cached_property
     def element_spec(self) -> Any:
-        return self.for_task(0, 1).element_spec[0]
+        # Of this task's own share: tasks compare it, and each share is made by another call.
+        return self.for_task(*place()).element_spec[0]
 
     def _for_task(self, index: int, size: int, epoch: int, start_step: int) -> tf.data.Dataset:
         dataset = self._dataset(InputContext(index, size, epoch))

@@ -94,7 +94,7 @@ class Pipeline(ABC):
                 for x, y in pipeline.batches(epoch):
                     strategy.run(step, args=(x, y))
         """
-        index, size = _place()
+        index, size = place()
         dataset = self.for_task(index, size, epoch=epoch, start_step=start_step)
         return dataset.take_while(lambda data, rows, total: total != ENDED).map(
             lambda data, rows, total: head(data, rows)
@@ -226,8 +226,8 @@ def is_whole(value: object) -> bool:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
-def _place() -> tuple[int, int]:
-    """This process's position among the training tasks, and their number."""
+def place() -> tuple[int, int]:
+    """Returns this process's position among the training tasks, and their number."""
     current = process.current()
     config = tf_config.resolve() if current is None else current.config
     if config is None or not config.trains:

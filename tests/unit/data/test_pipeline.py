@@ -200,6 +200,19 @@ def test_tasks_whose_pipelines_differ_have_other_fingerprints(changed):
     assert fingerprint(**changed) != fingerprint()
 
 
+def test_tasks_whose_shares_are_of_another_kind_have_other_fingerprints(task):
+    def fingerprint(index, width):
+        task(index, 2)
+
+        def rows(context):
+            return tf.data.Dataset.from_tensors(tf.zeros([4, width[context.input_pipeline_id]]))
+
+        return tfdist.data.from_function(rows).fingerprint
+
+    assert fingerprint(0, [1, 1]) == fingerprint(1, [1, 1])
+    assert fingerprint(0, [1, 2]) != fingerprint(1, [1, 2])
+
+
 def test_a_pipeline_is_frozen():
     pipeline = tfdist.data.from_arrays(np.arange(3), 2)
     with pytest.raises(AttributeError):
