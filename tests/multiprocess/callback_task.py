@@ -346,6 +346,23 @@ def calls_inside_callbacks(task: Task) -> Any:
     return [numbers, weights(model), weights(other)]
 
 
+class LargestTarget(keras.metrics.Metric):
+    """A state that does not add up over tasks."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.value = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(y_true))))
+
+    def merge_states(self, states: Any) -> Any:
+        return [keras.ops.max(keras.ops.stack([value for (value,) in states]))]
+
+    def result(self) -> Any:
+        return self.value
+
+
 @check
 def metrics_read_in_a_callback(task: Task) -> Any:
     seen: list[float] = []
@@ -354,7 +371,7 @@ def metrics_read_in_a_callback(task: Task) -> Any:
         seen.extend(float(value) for value in model.get_metrics_result().values())
         seen.append(float(model.metrics[0].result()))
 
-    model = task.model(metrics=["mae"])
+    model = task.model(metrics=["mae", LargestTarget(name="largest")])
     task.fit(model, at("on_epoch_end", read), at("on_train_batch_end", read))
     read(model)
     return seen

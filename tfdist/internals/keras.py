@@ -187,6 +187,13 @@ def outside_stateless_scope() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", scope)
 
 
+def in_stateless_scope() -> bool:
+    """Whether values of variables are those of a StatelessScope."""
+    from keras.src.backend.common import global_state
+
+    return global_state.get_global_attribute("stateless_scope") is not None
+
+
 def native(variable: Any) -> Any:
     """Returns the tf.Variable behind a keras.Variable, also inside a StatelessScope."""
     return variable._value

@@ -80,11 +80,26 @@ def _install() -> None:
     for method in ("save", "save_weights", "export"):
         internals.override(internals.model_method(method), _leave_to_chief(method))
     internals.override(internals.model_method("get_state_tree"), _read_own_part)
+    internals.override(internals.model_method("get_metrics_result"), _read_all_rows)
     sum_states_with(lambda strategy: _several(_engines.get(strategy), lambda engine: engine.sum_of_states))
 
 
 def _several(engine: Any, then: Callable[[SynchronousEngine], Any]) -> Any:
     return then(engine) if isinstance(engine, SynchronousEngine) and engine.size > 1 else None
+
+
+def _read_all_rows(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A user's callback reads what the logs show, also of metrics whose states do not add up."""
+
+    def dispatched(self: Any) -> Any:
+        strategy = internals.strategy_of(self)
+        engine = _several(None if strategy is None else _engines.get(strategy), lambda engine: engine)
+        if engine is None or internals.in_stateless_scope() or not tf.executing_eagerly():
+            return original(self)
+        with engine.errors():
+            return engine.metrics_result(self)
+
+    return dispatched
 
 
 def _read_own_part(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -395,23 +395,24 @@ class SynchronousEngine:
 
     def results(self, model: Any, logs: dict[str, Any]) -> dict[str, float]:
         """Returns the logs of an epoch: metrics over all its rows, other numbers from the last step."""
-        if self.size == 1:
-            result = model.get_metrics_result()
-        else:
-            states = self._states_of(model)
-            own = states.to_sum([tf.identity(local_component(internals.native(v))) for v in states.variables])
-            whole = states.merged(self._host.sum(own, "epoch logs") if own else [])
-            with CaptureScope(list(zip(states.variables, whole, strict=True))):
-                result = _as_tensors(model.get_metrics_result())
+        result = model.get_metrics_result() if self.size == 1 else self.metrics_result(model, "epoch logs")
         if set(result) != set(logs):  # a custom step's own logs, as in Keras: those of its last step
             result = logs
         return internals.PYTHONIFY.find()(result)
+
+    def metrics_result(self, model: Any, tag: str = "get_metrics_result") -> dict[str, Any]:
+        """Returns `model.get_metrics_result()` over the rows of all tasks, on every task."""
+        states = self._states_of(model)
+        own = states.to_sum([tf.identity(local_component(internals.native(v))) for v in states.variables])
+        whole = states.merged(self._host.sum(own, tag) if own else [])
+        with CaptureScope(list(zip(states.variables, whole, strict=True))):
+            return _as_tensors(model.get_metrics_result())
 
     def sum_of_states(self, mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Returns the sum over tasks of a metric's state that code outside a step reads, on every task."""
         assert self.group is not None
         with self.errors():
-            return self.group.all_reduce([mine], op="sum", tag="a metric's state (result, get_metrics_result)")[0]
+            return self.group.all_reduce([mine], op="sum", tag="a metric's state (metric.result)")[0]
 
     def with_own_states(self, model: Any) -> keras.StatelessScope:
         """Code inside sees this task's part of every metric's state, which needs no other task."""
