@@ -94,6 +94,22 @@ def with_dropout() -> Any:
     return _compiled(model, "adam"), *data()
 
 
+def of_a_dataset() -> Any:
+    return _compiled(_dense(), "adam"), tf.data.Dataset.from_tensor_slices(data()).batch(BATCH_SIZE)
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return tuple(part[BATCH_SIZE * index : BATCH_SIZE * (index + 1)] for part in data())
+
+
+def of_a_py_dataset() -> Any:
+    return _compiled(_dense(), "adam"), Batches()
+
+
 def plain_batch_norm() -> Any:
     model = keras.Sequential([keras.Input((6,)), layers.BatchNormalization(name="norm"), layers.Dense(1)])
     return _compiled(model, "sgd"), *data()

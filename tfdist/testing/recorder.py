@@ -136,9 +136,9 @@ def _first_row(data: Data) -> Any:
 def checksum(data: Data) -> int:
     """Returns a number that another value in any batch changes."""
     total = 0
-    batches = [(data.x, data.y, data.sample_weight)] if data.is_arrays else data.x
-    if isinstance(batches, keras.utils.PyDataset):
-        batches = (batches[i] for i in range(data.steps))
+    batches: Any = [(data.x, data.y, data.sample_weight)] if data.is_arrays else data.x
+    if isinstance(data.x, keras.utils.PyDataset):
+        batches = (data.x[i] for i in range(data.steps))
     for batch in batches:
         for leaf in tf.nest.flatten(batch, expand_composites=True):
             if leaf is not None:

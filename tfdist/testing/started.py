@@ -146,6 +146,8 @@ def failed(launched: Launched, name: str) -> TaskFailedError:
     first = summary.get("first_failure")
     codes = {entry["task"]: entry["code"] for entry in summary.get("tasks", [])}
     how = f"{first} was first ({describe_end(codes.get(first))})" if first else f"exit code {launched.code}"
+    if launched.code == 0:
+        how = "its tasks ended with exit code 0 before it returned (os._exit?)"
     return TaskFailedError(f"{name} failed: {how}\n{launched.describe(first)}", task=first, code=launched.code)
 
 
