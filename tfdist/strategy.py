@@ -60,7 +60,8 @@ def create_strategy(
         communication: How gradients cross tasks: "host" (our sockets), "nccl", "ring" (TensorFlow's own, slow), or
             "auto": NCCL where every task has a GPU of its own, else host.
         deterministic: Two runs on as many tasks then give the same numbers to the last bit: TensorFlow's ops are made
-            deterministic, at some cost in speed, and the seed is 0 where there is no other.
+            deterministic, at some cost in speed, and the seed is 0 where there is no other. (On CPUs two runs with one
+            seed were the same without it, too, for all models that were tried; nothing promises it.)
         seed: The seed of all tasks. By default the script's own (`keras.utils.set_random_seed`) where it set one, else
             the chief draws one: tasks that shuffle by different seeds would lose and double rows.
         start_timeout_s: How long tasks wait for each other here; 300 s, or what the launcher was told.

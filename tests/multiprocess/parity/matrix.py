@@ -16,7 +16,7 @@ from tfdist.testing import Comparison, compare
 from tfdist.testing.comparison import TOLERANCE
 
 TASK = Path(__file__).with_name("task.py")
-DEADLINE_S = 600
+DEADLINE_S = 900
 
 Arrays = dict[str, np.ndarray]
 Results = dict[str, list[Arrays]]  # case -> the arrays of each task; empty for a task that left nothing
