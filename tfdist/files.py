@@ -159,9 +159,12 @@ def _beside(path: Path) -> Path:
 
 
 def _require_space(folder: Path, size: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < size:
-        raise SaveError(f"{folder} has {free:,} bytes of free space, and {size:,} are to be written; make room there")
+    usage = shutil.disk_usage(folder)
+    # A file system without a size of its own (a mounted bucket) says that it has none at all.
+    if usage.total and usage.free < size:
+        raise SaveError(
+            f"{folder} has {usage.free:,} bytes of free space, and {size:,} are to be written; make room there"
+        )
 
 
 def _swap_folder(new: Path, path: Path) -> None:

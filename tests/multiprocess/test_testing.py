@@ -86,6 +86,10 @@ def leave():
     sys.exit("early")
 
 
+def leave_at_once():
+    os._exit(0)
+
+
 def return_something_else():
     return {"model": [object()]}
 
@@ -203,6 +207,7 @@ def test_what_takes_too_long_is_an_error_that_says_where_each_task_is():
 OTHER_ENDS = {
     "a skip": (skip, pytest.skip.Exception, "no such device"),
     "sys.exit": (leave, RuntimeError, r"the function called sys.exit\('early'\)"),
+    "os._exit": (leave_at_once, TaskFailedError, r"ended with exit code 0 before it returned \(os\._exit\?\)"),
     "a result that can not be sent": (
         return_something_else,
         TravelError,

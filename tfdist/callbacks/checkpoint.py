@@ -150,10 +150,10 @@ def _log(found: checkpoints.Checkpoint, tasks: int, epochs: int | None) -> None:
         )
         return
     logger.info(
-        "going on from %s: %d epochs (%d steps) are done%s",
-        found.path,
+        "going on after epoch %d (step %d) from %s%s",
         position.epoch,
         position.step,
+        found.path,
         "" if saved_by == tasks else f"; it was saved by {saved_by} tasks, now there are {tasks}",
     )
 
