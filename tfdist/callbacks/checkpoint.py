@@ -23,8 +23,8 @@ class Checkpoint(keras.callbacks.Callback):
 
     `fit(epochs=n)` then means n epochs in all: started again after a crash it trains the rest, and the end is that of
     a run without a crash, bit by bit, where the script sets a seed and its data comes in the same order (arrays do,
-    shuffled too). Weights, the optimizer, and the random generators of layers such as Dropout are saved; what other
-    callbacks remember is not.
+    shuffled too; with `steps_per_epoch` a new start begins the data anew). Weights, the optimizer, and the random
+    generators of layers such as Dropout are saved; what other callbacks remember is not: EarlyStopping counts anew.
 
     The chief writes, and reads for all: the folder need not be visible to the other tasks, but every task's `fit` needs
     the callback. A kill at any moment leaves whole checkpoints; a broken one is passed over with a warning. The number
