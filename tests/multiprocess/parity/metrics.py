@@ -26,7 +26,6 @@ WEIGHT = _RANDOM.uniform(0.1, 3, ROWS).astype("float32")
 # Each table goes with one kind of output; its metrics are made anew for each model.
 OF_PROBABILITIES: dict[str, Callable[[], Any]] = {
     "AUC": lambda: m.AUC(num_thresholds=50),
-    "AUC of labels": lambda: m.AUC(num_thresholds=20, multi_label=True, num_labels=2, curve="PR", name="labels"),
     "AUC of logits": lambda: m.AUC(num_thresholds=20, from_logits=True, name="logits"),
     "BinaryAccuracy": m.BinaryAccuracy,
     "BinaryCrossentropy": m.BinaryCrossentropy,
@@ -162,7 +161,7 @@ def values_in_a_step_of_your_own(run: Run) -> dict:
 
 @case
 def additive_metrics(run: Run) -> dict:
-    """AUC, F1, precision, recall, IoU, accuracy, top-k, R2."""
+    """AUC of several labels, F1, precision, recall, IoU, accuracy, top-k, R2, while training."""
     x, y = regression(41)
     labels = np.eye(3, dtype="float32")[np.digitize(y[:, 0], [-0.5, 0.5])]
     with run.scope():
@@ -171,7 +170,7 @@ def additive_metrics(run: Run) -> dict:
             "adam",
             "categorical_crossentropy",
             metrics=[
-                m.AUC(),
+                m.AUC(num_thresholds=20, multi_label=True, num_labels=3, curve="PR"),
                 m.F1Score(),
                 m.Precision(),
                 m.Recall(),
