@@ -519,7 +519,8 @@ def _results_by_name(model: Any) -> dict[str, Any]:
 
 def _as_tensors(results: Any) -> Any:
     """Values as they are now: a metric may return its variable itself, which holds this task's own once read later."""
-    return keras.tree.map_structure(tf.convert_to_tensor, results)
+    # Keras 3.12 gives some as Python numbers, which are not float32.
+    return keras.tree.map_structure(lambda r: r if isinstance(r, float) else tf.convert_to_tensor(r), results)
 
 
 def _same_structure(one: Any, other: Any) -> bool:
