@@ -1,4 +1,4 @@
-"""Parameter servers: the chief gets a strategy, workers and ps serve and leave with it."""
+"""Parameter servers: the chief gets a strategy and trains, workers and ps serve and leave with it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ SCRIPT = """
     print("total", float(total.numpy()), flush=True)
     if sys.argv[1] == "wait":
         time.sleep(60)
-    try:
-        model.fit([[1.0, 2.0]], [[1.0]])
-    except tfdist.errors.UnsupportedError as error:
-        print("refused", error, flush=True)
+    x = tf.random.stateless_normal((60, 2), seed=(1, 2)).numpy()
+    history = model.fit(x, x @ [[1.0], [2.0]], batch_size=10, epochs=4, verbose=0)
+    print("fell", history.history["loss"][-1] < history.history["loss"][0], int(model.optimizer.iterations), flush=True)
 """
-CLEAN = ["chief True ParameterServerStrategyV2", "total 20.0"]
+CLEAN = ["chief True ParameterServerStrategyV2", "total 20.0", "fell True 24"]
+DEADLINE_S = 90
 
 
 class Started:
@@ -87,21 +87,19 @@ class Started:
 def test_launched_workers_and_ps_end_with_the_chief(tmp_path):
     ended = run("--workers", 2, "--ps", 1, write(tmp_path, SCRIPT), "go", 60)
     assert ended.code == 0, str(ended)
-    *said, refused = ended.said_by("chief 0")
-    assert said == CLEAN
-    assert "model.fit: not supported under ParameterServerStrategy yet" in refused
+    assert ended.said_by("chief 0") == CLEAN
     assert not ended.said_by("worker 0"), "a worker serves, and runs nothing below create_strategy"
 
 
 def test_without_the_launcher_workers_and_ps_leave_by_themselves(tmp_path):
     with Started(tmp_path, "go") as cluster:
-        assert cluster.codes(timeout_s=40) == {"chief 0": 0, "worker 0": 0, "ps 0": 0}, str(cluster)
+        assert cluster.codes(timeout_s=DEADLINE_S) == {"chief 0": 0, "worker 0": 0, "ps 0": 0}, str(cluster)
         assert "total 20.0" in cluster.log("chief 0")
 
 
 def test_when_the_chief_is_killed_workers_and_ps_leave_and_name_it(tmp_path):
     with Started(tmp_path, "wait") as cluster:
-        wait_for(lambda: "total 20.0" in cluster.log("chief 0"), f"the chief to work\n{cluster}", 40)
+        wait_for(lambda: "total 20.0" in cluster.log("chief 0"), f"the chief to work\n{cluster}", DEADLINE_S)
         cluster.tasks["chief 0"].send_signal(signal.SIGKILL)
         codes = cluster.codes(timeout_s=10)
         assert codes == {"chief 0": -signal.SIGKILL, "worker 0": 1, "ps 0": 1}, str(cluster)
@@ -112,7 +110,7 @@ def test_when_the_chief_is_killed_workers_and_ps_leave_and_name_it(tmp_path):
 @pytest.mark.parametrize("missing", ["ps 0", "chief 0"])
 def test_a_task_that_never_starts_is_named(missing, tmp_path):
     with Started(tmp_path, "go", without=missing, start_timeout_s=6) as cluster:
-        codes = cluster.codes(timeout_s=40)
+        codes = cluster.codes(timeout_s=DEADLINE_S)
         assert set(codes.values()) == {75}, str(cluster)
         for task in codes:
             assert f"MeetingError: {missing}" in cluster.log(task) or f"{missing} at" in cluster.log(task), str(cluster)

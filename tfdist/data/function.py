@@ -93,6 +93,10 @@ class FunctionPipeline(Pipeline):
     steps_per_epoch: int | None
 
     rows = None
+    has_own_batches = True
+
+    def own_batches(self, index: int, size: int, epoch: int) -> tf.data.Dataset:
+        return self._dataset(InputContext(index, size, epoch))
 
     def __repr__(self) -> str:
         parts = [name_of(self.fn)]

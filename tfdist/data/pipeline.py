@@ -70,6 +70,13 @@ class Pipeline(ABC):
         options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
         return dataset.prefetch(PREFETCH).with_options(options)
 
+    # Whether `own_batches` says what a worker reads that keeps step with nobody.
+    has_own_batches = False
+
+    def own_batches(self, index: int, size: int, epoch: int) -> tf.data.Dataset:
+        """Returns batches of task `index` of `size`, for workers that each train on batches of their own."""
+        raise NotImplementedError(f"{self!r} splits global batches; it has no batches of a worker's own")
+
     @abstractmethod
     def _for_task(self, index: int, size: int, epoch: int, start_step: int) -> tf.data.Dataset: ...
 
@@ -133,6 +140,14 @@ class Mapped(Pipeline):
 
     def __repr__(self) -> str:
         return f"{self.source!r}.map({name_of(self.fn)})"
+
+    @property
+    def has_own_batches(self) -> bool:  # type: ignore[override]
+        return self.source.has_own_batches
+
+    def own_batches(self, index: int, size: int, epoch: int) -> tf.data.Dataset:
+        fn = self.fn
+        return self.source.own_batches(index, size, epoch).map(lambda *batch: fn(*batch), num_parallel_calls=AUTOTUNE)
 
     def _for_task(self, index: int, size: int, epoch: int, start_step: int) -> tf.data.Dataset:
         fn = self.fn

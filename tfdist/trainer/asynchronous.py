@@ -94,8 +94,8 @@ class AsynchronousEngine:
         **kwargs: Any,
     ) -> Input | WorkerInput:
         """Returns the batches: read by the workers where x says how, else by this process."""
-        if sources.is_pipeline(x) and x.rows is None:
-            return of_pipeline(x, steps)
+        if sources.is_pipeline(x) and x.has_own_batches:
+            return of_pipeline(x, self.coordination.workers, steps)
         if inspect.isfunction(x) or inspect.ismethod(x) or isinstance(x, functools.partial):
             return of_function(x, self.coordination.workers, steps)
         seed: tuple[int, ...] = ()
@@ -198,7 +198,7 @@ class AsynchronousEngine:
         stopped: Callable[[], bool],
     ) -> Iterator[tuple[int, list[Any], dict[str, Any]]]:
         """Yields (steps, metric states, own logs) of closures that carry batches which the coordinator reads."""
-        closures = _closures(function.traced, data, epoch, steps_per_execution, begin)
+        closures = _closures(function.on_batches, data, epoch, steps_per_execution, begin)
         for closure, vector in self.coordination.run(closures, stopped):
             yield closure.steps, *function.unpack(vector)
 
@@ -241,12 +241,15 @@ class AsynchronousEngine:
     ) -> list[Any]:
         """Returns the outputs of each batch, as NumPy arrays, in the order of the batches."""
 
-        def outputs_of(*batches: Any) -> Any:
+        def outputs_of(batches: Any) -> Any:
             with outside_strategy():
                 return [model.predict_step(without_optionals(batch)) for batch in batches]
 
-        kept = model.__dict__.setdefault("_tfdist_functions", {})
-        function = kept.setdefault("predict", tf.function(outputs_of, autograph=False, reduce_retracing=True))
+        kept = model.__dict__.setdefault("_tfdist_functions", {}).setdefault("predict", {})
+
+        def function(count: int, spec: Any) -> Any:
+            return with_signature(kept, outputs_of, count, spec)
+
         outputs: dict[int, Any] = {}
         done = 0
         for closure, result in self.coordination.run(
@@ -267,9 +270,10 @@ class AsynchronousEngine:
 
 
 def _closures(
-    function: Any, data: Input, epoch: int, steps_per_execution: int, begin: Callable[[int], None]
+    function: Callable[[int, Any], Any], data: Input, epoch: int, steps_per_execution: int, begin: Callable[[int], None]
 ) -> Iterator[Closure]:
-    """Batches that the coordinator reads: each goes to one worker, once."""
+    """Batches that the coordinator reads: each goes to one worker, once; `function` is of (count, element_spec)."""
+    spec = data.source.element_spec
     for step, count, iterator in data.epoch(epoch, steps_per_execution):
         begin(step)
         batches = []
@@ -279,9 +283,21 @@ def _closures(
                 break
             batches.append(element[0])
         if batches:
-            yield Closure(function, tuple(batches), step, len(batches))
+            yield Closure(function(len(batches), spec), (tuple(batches),), step, len(batches))
         if len(batches) < count:
             return
+
+
+def with_signature(kept: dict[str, Any], function: Callable[[Any], Any], count: int, spec: Any) -> Any:
+    """Returns `function` traced for a tuple of so many batches, whose number of rows is left open.
+
+    TensorFlow would take that of the first batch for fixed, and then divides by it in another way than Keras' own
+    functions do: another rounding.
+    """
+    key = f"{count} {spec}"
+    if key not in kept:
+        kept[key] = tf.function(function, autograph=False, input_signature=[(spec,) * count])
+    return kept[key]
 
 
 class MetricStates:
@@ -332,11 +348,13 @@ class MetricStates:
 
 
 class StepsOnWorker:
-    """A Keras step, run on one or several batches, as a function that a worker runs.
+    """A Keras step, run on one or several batches, as functions that a worker runs.
+
+    They return one vector of float64 with all metric states and what else the last step logged: each tensor that a
+    closure returns costs a message of its own, and float64 holds every float32 and every int32.
 
     Attributes:
-        traced: Batches -> one vector of float64 with all metric states and what else the last step logged. (Each
-            tensor that a closure returns costs a message of its own; float64 holds every float32 and every int32.)
+        traced_on_iterator: A function of (iterator, index of the worker, steps); its vector begins with HEAD numbers.
     """
 
     HEAD = 3  # numbers before the states where a worker reads: its index, whether its data goes on, steps done
@@ -346,12 +364,16 @@ class StepsOnWorker:
         self._step = {"train": model.train_step, "test": model.test_step}[kind]
         self.states = MetricStates(model)
         self._own: list[tuple[str, tuple[int, ...]]] = []
-        self.traced = tf.function(self._run, autograph=False, reduce_retracing=True)
+        self._on_batches: dict[str, Any] = {}
         self.traced_on_iterator = tf.function(self._run_on_iterator, autograph=False, reduce_retracing=True)
         # Traced once, however many steps a closure has.
         self._traced_step = tf.function(self._one, autograph=False, reduce_retracing=True)
 
-    def _run(self, *batches: Any) -> tf.Tensor:
+    def on_batches(self, count: int, spec: Any) -> Any:
+        """Returns a function of a tuple of so many batches."""
+        return with_signature(self._on_batches, self._run, count, spec)
+
+    def _run(self, batches: Any) -> tf.Tensor:
         with outside_strategy():
             states = [tf.constant(start) for start in self.states.starts()]
             logs: dict[str, Any] = {}

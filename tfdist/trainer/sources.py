@@ -281,8 +281,11 @@ class Pipeline(Protocol):
     steps_per_epoch: int | None
     global_batch_size: int | None
     rows: int | None
+    has_own_batches: bool
 
     def for_task(self, index: int, size: int, *, epoch: int = 0, start_step: int = 0) -> tf.data.Dataset: ...
+
+    def own_batches(self, index: int, size: int, epoch: int) -> tf.data.Dataset: ...
 
     @property
     def element_spec(self) -> Any: ...

@@ -9,14 +9,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfdist.trainer.coordination import Coordination, PerWorker
-from tfdist.trainer.sources import Pipeline, Source
+from tfdist.trainer.sources import Source
 
 
 class WorkerInput:
     """The batches of one call, read by the workers.
 
     Args:
-        make: (worker, number of workers, epoch) -> a dataset of (data, rows, total).
+        make: (worker, number of workers, epoch) -> a dataset whose elements begin with the data.
+        workers: The number of workers.
         element_spec: The structure of data, rows unknown.
         steps: Steps of one epoch over all workers, or None for all that the workers' datasets hold.
 
@@ -27,10 +28,10 @@ class WorkerInput:
     """
 
     def __init__(
-        self, make: Callable[[int, int, int], tf.data.Dataset], element_spec: Any, steps: int | None = None
+        self, make: Callable[[int, int, int], tf.data.Dataset], workers: int, element_spec: Any, steps: int | None
     ) -> None:
         self._make = make
-        self.source = Source(element_spec, lambda number: iter(make(0, 1, number)), "workers")
+        self.source = Source(element_spec, lambda number: iter(make(0, workers, number)), "workers")
         self.wanted_steps = self.steps = steps
         self._kept: PerWorker | None = None
 
@@ -38,7 +39,7 @@ class WorkerInput:
         return {}
 
     def peek(self) -> Any:
-        """Returns the first element that a worker would get if it were alone."""
+        """Returns the first element of the first worker."""
         return next(self.source.start(0))
 
     def iterators(self, epoch: int, coordination: Coordination) -> PerWorker:
@@ -103,15 +104,23 @@ class Reading:
             self._ended.add(worker)
 
 
-def of_pipeline(pipeline: Pipeline, steps: int | None) -> WorkerInput:
-    """A pipeline that gives each worker a share of its own; see `tfdist.data.from_function`."""
+def of_pipeline(pipeline: Any, workers: int, steps: int | None) -> WorkerInput:
+    """A pipeline that gives each worker batches of its own; see `tfdist.data.from_function`."""
 
     def make(worker: int, count: int, epoch: int) -> tf.data.Dataset:
-        dataset = pipeline.for_task(worker, count, epoch=epoch)
-        # At its end stand-ins follow, for tasks that must go on in step with others. Workers need not.
-        return dataset.take_while(lambda data, rows, total: total != 0).filter(lambda data, rows, total: rows > 0)
+        return _as_elements(pipeline.own_batches(worker, count, epoch))
 
-    return WorkerInput(make, pipeline.element_spec, steps)
+    if steps is None and pipeline.steps_per_epoch is not None:
+        steps = pipeline.steps_per_epoch * workers  # its steps take a batch of every task
+    return WorkerInput(make, workers, pipeline.element_spec, steps)
+
+
+def _as_elements(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    @tf.autograph.experimental.do_not_convert
+    def element(*batch: Any) -> Any:
+        return (batch if len(batch) > 1 else batch[0],)
+
+    return dataset.map(element)
 
 
 def of_function(function: Callable[[tf.distribute.InputContext], Any], workers: int, steps: int | None) -> WorkerInput:
@@ -128,6 +137,6 @@ def of_function(function: Callable[[tf.distribute.InputContext], Any], workers: 
                 f"{getattr(function, '__qualname__', function)!s} must return a tf.data.Dataset for the InputContext "
                 f"that it gets, not {type(dataset).__name__}"
             )
-        return dataset.map(lambda *batch: (batch if len(batch) > 1 else batch[0],))
+        return _as_elements(dataset)
 
-    return WorkerInput(make, make(0, workers, 0).element_spec[0], steps)
+    return WorkerInput(make, workers, make(0, workers, 0).element_spec[0], steps)

@@ -1,0 +1,374 @@
+"""Trains through parameter servers in this process, and writes what came out: `asynchronous_task.py OUT WORKERS`.
+
+One cluster runs all cases; each writes OUT/<case>.npz: what plain Keras gives under "plain ...", what we give under
+"ours ...".
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import portpicker
+import tensorflow as tf
+
+import tfdist
+from tfdist.parameter_server import make_strategy
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {}
+ROWS = 200
+X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
+Y = (X @ np.linspace(-1, 1, 6)[:, None] + 0.3 * np.sin(3 * X[:, :1])).astype("float32")
+
+
+def case(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    CASES[function.__name__] = function
+    return function
+
+
+def start_servers(workers: int, ps: int = 2) -> Any:
+    """Starts servers in this process, and returns a strategy on them."""
+    jobs = {"worker": workers, "ps": ps}
+    spec = tf.train.ClusterSpec(
+        {job: [f"127.0.0.1:{portpicker.pick_unused_port()}" for _ in range(n)] for job, n in jobs.items()}
+    )
+    # A step occupies a thread while it waits for a variable, and the servers of one process share their threads.
+    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=workers + ps + 1)
+    for job, count in jobs.items():
+        for index in range(count):
+            KEPT.append(tf.distribute.Server(spec, job_name=job, task_index=index, config=config))
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
+    return make_strategy(resolver, seed=1, step_timeout_s=60)
+
+
+KEPT: list[Any] = []
+
+
+def model_of(layers: list[Any] | None = None) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    inner = layers or [keras.layers.Dense(16, activation="tanh"), keras.layers.BatchNormalization()]
+    return keras.Sequential([keras.Input((6,)), *inner, keras.layers.Dense(1)])
+
+
+class BatchLogs(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[int] = []
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps.append(batch)
+        self.losses.append(logs["loss"])
+
+
+def trained(strategy: Any, *, fit: dict[str, Any] | None = None, **compile: Any) -> dict[str, Any]:
+    """A fit, an evaluation and predictions; in plain Keras where there is no strategy."""
+    arguments = {"optimizer": "adam", "loss": "mse", "metrics": ["mae", keras.metrics.R2Score()], "jit_compile": False}
+    arguments.update(compile)
+    if strategy is None:
+        arguments.pop("steps_per_execution", None)  # plain Keras counts batches another way then
+        model = model_of()
+        model.compile(**arguments)
+    else:
+        with strategy.scope():
+            model = model_of()
+            model.compile(**arguments)
+    batches = BatchLogs()
+    settings = {"epochs": 3, "shuffle": False, "verbose": 0, "batch_size": 24, "validation_data": (X[:70], Y[:70])}
+    settings.update(fit or {})
+    history = model.fit(X, Y, callbacks=[batches], **settings)
+    evaluated = model.evaluate(X, Y, batch_size=32, verbose=0)
+    return {
+        **{f"log {name}": values for name, values in history.history.items()},
+        **{f"weight {i}": weight for i, weight in enumerate(model.get_weights())},
+        "evaluate": evaluated,
+        "predict": model.predict(X, batch_size=32, verbose=0),
+        "targets": Y,
+        "iterations": int(model.optimizer.iterations),
+        "steps": batches.steps,
+        "last batch's loss": batches.losses[-1],
+    }
+
+
+def both(strategy: Any, **arguments: Any) -> dict[str, Any]:
+    plain, ours = (
+        trained(where, **{k: v() if callable(v) else v for k, v in arguments.items()}) for where in (None, strategy)
+    )
+    return {**{f"plain {k}": v for k, v in plain.items()}, **{f"ours {k}": v for k, v in ours.items()}}
+
+
+@case
+def adam(strategy: Any) -> dict:
+    return both(strategy)
+
+
+@case
+def several_steps_per_execution(strategy: Any) -> dict:
+    return both(strategy, steps_per_execution=4)
+
+
+@case
+def schedule_clipping_and_average(strategy: Any) -> dict:
+    def optimizer() -> Any:
+        rate = keras.optimizers.schedules.ExponentialDecay(0.02, 5, 0.7)
+        return keras.optimizers.SGD(rate, momentum=0.9, global_clipnorm=0.5, use_ema=True, ema_overwrite_frequency=4)
+
+    return both(strategy, optimizer=optimizer)
+
+
+@case
+def shuffled_arrays_read_every_row_once(strategy: Any) -> dict:
+    """The metric counts the rows of an epoch, and sums what they hold."""
+    with strategy.scope():
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[TwoCounts()], jit_compile=False, steps_per_execution=3)
+    history = model.fit(X, np.arange(ROWS, dtype="float32")[:, None], batch_size=24, epochs=3, shuffle=True, verbose=0)
+    return {"two counts": history.history["two_counts"], "iterations": int(model.optimizer.iterations)}
+
+
+class TwoCounts(keras.metrics.Metric):
+    """Rows, plus a thousandth of the sum of what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__(name="two_counts")
+        self.rows, self.total = (self.add_weight(name=n, initializer="zeros") for n in ("rows", "total"))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.rows.assign(self.rows + keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
+        self.total.assign(self.total + keras.ops.sum(y_true))
+
+    def result(self) -> Any:
+        return self.rows + self.total / 1000
+
+
+class Largest(keras.metrics.Metric):
+    """The largest target: no sum, but it says how it is merged."""
+
+    def __init__(self) -> None:
+        super().__init__(name="largest")
+        self.value = self.add_weight(name="value", initializer=keras.initializers.Constant(-1e9))
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.value.assign(keras.ops.maximum(self.value, keras.ops.max(y_true)))
+
+    def merge_states(self, states: Any) -> list:
+        return [keras.ops.max(keras.ops.stack([value for (value,) in states]))]
+
+    def result(self) -> Any:
+        return self.value + 0.0
+
+
+@case
+def a_metric_that_says_how_it_merges(strategy: Any) -> dict:
+    with strategy.scope():
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[Largest()], jit_compile=False)
+    history = model.fit(X, Y, batch_size=24, epochs=1, verbose=0)
+    return {"largest": history.history["largest"][0], "expected": Y.max()}
+
+
+@case
+def each_worker_reads_its_own_share(strategy: Any) -> dict:
+    targets = np.arange(ROWS, dtype="float32")[:, None]
+
+    def share(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices((X, targets))
+        return data.shard(context.num_input_pipelines, context.input_pipeline_id).batch(9)
+
+    with strategy.scope():
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[TwoCounts()], jit_compile=False, steps_per_execution=2)
+    pipeline = tfdist.data.from_function(share)
+    history = model.fit(pipeline, epochs=2, verbose=0)
+    return {"two counts": history.history["two_counts"], "evaluate": model.evaluate(pipeline, verbose=0)}
+
+
+@case
+def a_function_of_an_input_context(strategy: Any) -> dict:
+    seen = []
+
+    def dataset_of(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        seen.append((context.input_pipeline_id, context.num_input_pipelines))
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).shard(context.num_input_pipelines, context.input_pipeline_id)
+        return data.repeat().batch(context.get_per_replica_batch_size(10))
+
+    with strategy.scope():
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[TwoCounts()], jit_compile=False)
+    model.fit(dataset_of, steps_per_epoch=13, epochs=2, verbose=0)
+    return {"contexts": sorted(set(seen)), "iterations": int(model.optimizer.iterations)}
+
+
+class StopAfter(keras.callbacks.Callback):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step, self.ended = step, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.ended = batch + 1
+        if batch + 1 == self.step:
+            self.model.stop_training = True
+
+
+@case
+def stopped_within_an_epoch(strategy: Any) -> dict:
+    with strategy.scope():
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[TwoCounts()], jit_compile=False)
+    stop = StopAfter(5)
+    history = model.fit(X, np.zeros_like(Y), batch_size=2, epochs=9, verbose=0, callbacks=[stop])
+    rows = history.history["two_counts"]
+    return {"rows": rows, "iterations": int(model.optimizer.iterations), "ended": stop.ended}
+
+
+class OwnStep(keras.Model):
+    """A step of the user's own, with logs of its own and a metric that it tracks itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.tracker = keras.layers.Dense(1), keras.metrics.Mean(name="loss")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    @property
+    def metrics(self) -> list:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_weights), self.trainable_weights, strict=True)
+        )
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result(), "two": tf.constant(2.0)}
+
+
+@case
+def a_train_step_of_its_own(strategy: Any) -> dict:
+    with strategy.scope():
+        model = OwnStep()
+        model.compile(optimizer="sgd", jit_compile=False)
+    history = model.fit(X, Y, batch_size=50, epochs=2, verbose=0)
+    return {
+        "two": history.history["two"],
+        "losses": history.history["loss"],
+        "iterations": int(model.optimizer.iterations),
+    }
+
+
+@case
+def saved_and_loaded(strategy: Any) -> dict:
+    with strategy.scope():
+        model = model_of()
+        model.compile("adam", "mse", jit_compile=False)
+    model.fit(X, Y, batch_size=50, epochs=1, verbose=0)
+    folder = Path(tempfile.mkdtemp())
+    tfdist.save(model, folder / "model.keras")
+    model.save_weights(folder / "model.weights.h5")
+    in_plain_keras = keras.models.load_model(folder / "model.keras")
+    with strategy.scope():
+        again = model_of()
+        again.load_weights(folder / "model.weights.h5")
+    shutil.rmtree(folder)
+    return {
+        "model": model.predict(X, verbose=0),
+        "in plain Keras": in_plain_keras.predict(X, verbose=0),
+        "again": again.predict(X, verbose=0),
+    }
+
+
+@case
+def goes_on_from_a_checkpoint(strategy: Any) -> dict:
+    """Two epochs, and in a new model on the same folder two more: as four in one go, where one worker trains."""
+    folder = Path(tempfile.mkdtemp())
+
+    def run(epochs: int, callbacks: list) -> keras.Model:
+        with strategy.scope():
+            model = model_of()
+            model.compile("adam", "mse", jit_compile=False)
+        history = model.fit(X, Y, batch_size=50, epochs=epochs, verbose=0, callbacks=callbacks)
+        ran.append(history.epoch)
+        return model
+
+    ran: list[list[int]] = []
+    run(2, [tfdist.callbacks.Checkpoint(folder)])
+    resumed = run(4, [tfdist.callbacks.Checkpoint(folder)])
+    whole = run(4, [])
+    shutil.rmtree(folder)
+    return {
+        "epochs": ran[1],
+        "iterations": int(resumed.optimizer.iterations),
+        **{f"ours {i}": w for i, w in enumerate(resumed.get_weights())},
+        **{f"plain {i}": w for i, w in enumerate(whole.get_weights())},
+    }
+
+
+@case
+def what_is_refused(strategy: Any) -> dict:
+    told = {}
+    for name, arguments in {
+        "jit_compile": {"jit_compile": True},
+        "run_eagerly": {"run_eagerly": True},
+        "accumulation": {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)},
+    }.items():
+        with strategy.scope():
+            model = model_of()
+            model.compile(**{"optimizer": "sgd", "loss": "mse", **arguments})
+        try:
+            model.fit(X, Y, verbose=0)
+            told[name] = "nothing"
+        except tfdist.errors.UnsupportedError as error:
+            told[name] = str(error)
+    return told
+
+
+@case
+def converges_to_the_least_squares_solution(strategy: Any) -> dict:
+    targets = X @ np.arange(1.0, 7.0)[:, None].astype("float32") + 0.5
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=False, steps_per_execution=8)
+    model.fit(X, targets, batch_size=10, epochs=15, verbose=0)
+    return {"kernel": model.get_weights()[0], "bias": model.get_weights()[1]}
+
+
+@case
+def where_variables_are(strategy: Any) -> dict:
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.Input((6,)), keras.layers.Dense(500), keras.layers.Dense(7), keras.layers.Dense(1)]
+        )
+    sizes: dict[str, int] = {}
+    for variable in model.variables:
+        device = tf.DeviceSpec.from_string(variable.value.device)
+        sizes[f"ps {device.task}"] = sizes.get(f"ps {device.task}", 0) + 4 * int(np.prod(variable.shape))
+    return sizes
+
+
+def main(out: Path, workers: int, names: list[str]) -> None:
+    strategy = start_servers(workers)
+    for name in names or CASES:
+        try:
+            result = CASES[name](strategy)
+        except Exception:
+            result = {"error": traceback.format_exc()}
+        print(name, flush=True)
+        np.savez(out / f"{name}.npz", **{key: np.array(value) for key, value in result.items()})
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
