@@ -211,7 +211,7 @@ def preprocessing_layers(run: Run) -> dict:
     texts = np.array([" ".join(random.choice(["a", "b", "c", "d", "e"], 3)) for _ in range(rows)])
     numbers, ids = random.normal(3, 2, (rows, 2)).astype("float32"), random.integers(10, 15, rows)
     with run.scope():
-        normal, bins = layers.Normalization(), layers.Discretization(num_bins=4, output_mode="one_hot")
+        normal, bins = layers.Normalization(), layers.Discretization(num_bins=4)
         normal.adapt(tf.data.Dataset.from_tensor_slices(numbers).batch(7))
         bins.adapt(numbers[:, :1])
         word, id_ = layers.StringLookup(output_mode="one_hot"), layers.IntegerLookup(output_mode="one_hot")
@@ -226,7 +226,11 @@ def preprocessing_layers(run: Run) -> dict:
             "text": keras.Input((1,), dtype="string", name="text"),
             "id": keras.Input((1,), dtype="int64", name="id"),
         }
-        features = [normal(inputs["numbers"]), bins(inputs["numbers"][:, 1:]), word(inputs["word"])]
+        features = [
+            normal(inputs["numbers"]),
+            keras.ops.cast(bins(inputs["numbers"][:, 1:]), "float32"),
+            word(inputs["word"]),
+        ]
         features += [hashed(inputs["word"]), text(inputs["text"]), id_(inputs["id"])]
         model = keras.Model(inputs, layers.Dense(1)(layers.Concatenate()([layers.Flatten()(f) for f in features])))
         model.compile(optimizers.SGD(0.05), "mse", jit_compile=False)
