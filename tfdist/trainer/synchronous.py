@@ -209,6 +209,8 @@ class SynchronousEngine:
 
     def prepare(self, model: Any, element_spec: Any, *, training: bool) -> None:
         """Builds the model, its loss, metrics and optimizer in the scope, before anything is traced."""
+        if self.size > 1:
+            refuse(model)  # what is known before; an older Keras can't build a stateful RNN for any number of rows
         build(model, element_spec, self.strategy)
         if self.size > 1:
             refuse(model)
