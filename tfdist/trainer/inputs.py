@@ -144,6 +144,12 @@ class Input:
         """Returns the first element of a pass of its own."""
         return next(self.source.start(0))
 
+    def reset(self) -> None:
+        """Begins anew: what follows reads the data from its beginning, also where epochs are cut out of it."""
+        self._finish()
+        self._seen = 0
+        self.source.reset()
+
     def epoch(self, epoch: int, steps_per_execution: int) -> Iterator[tuple[int, int, Any]]:
         """Yields (first step, steps, iterator) of each execution of an epoch.
 

@@ -91,6 +91,7 @@ def fit(
         # After on_train_begin, where BackupAndRestore loads: on the chief only.
         engine.agreement.share_variables(model, optimizer=True)
         engine.try_functions(model, lambda: data.peek()[0])
+        data.reset()
         first_epoch = engine.agreement.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
         if verbose != 0:
             engine.log_plan(data)
@@ -157,6 +158,7 @@ def evaluate(
 
 
 def _evaluate(engine: Engine, model: Any, data: Any, callbacks: Any) -> dict[str, Any]:
+    data.reset()
     model.stop_evaluating = False
     callbacks.on_test_begin()
     engine.reset_metrics(model)

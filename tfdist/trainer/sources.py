@@ -41,6 +41,7 @@ class Source:
         element_spec: The structure of an element's data, rows unknown.
         start: The number of a pass -> an iterator over its elements.
         finish: Called at the end of a pass.
+        reset: Called before the first pass of a `fit`, and before each evaluation, as Keras does.
         batches: Global batches in a pass, or None where that is unknown.
         global_batch_size: Rows of a full batch, or None where that is unknown.
         rows: Rows in a pass, or None where that is unknown.
@@ -56,6 +57,7 @@ class Source:
     global_batch_size: int | None = None
     rows: int | None = None
     finish: Callable[[], None] = _nothing
+    reset: Callable[[], None] = _nothing
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -190,7 +192,8 @@ def from_py_dataset(
         adapter.on_epoch_begin()
         return iter(sliced)
 
-    return Source(sliced.element_spec[0], start, "sliced", batches, finish=adapter.on_epoch_end)
+    end = adapter.on_epoch_end  # Keras calls it at the end of each pass, and once before the first
+    return Source(sliced.element_spec[0], start, "sliced", batches, finish=end, reset=end)
 
 
 def from_generator(adapter: Any, index: int, size: int) -> Source:

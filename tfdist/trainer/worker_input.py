@@ -42,6 +42,10 @@ class WorkerInput:
         """Returns the first element of the first worker."""
         return next(self.source.start(0))
 
+    def reset(self) -> None:
+        """Begins anew: what follows reads the data from its beginning."""
+        self._kept = None
+
     def iterators(self, epoch: int, coordination: Coordination) -> PerWorker:
         """Returns the workers' iterators: new ones for each epoch, unless epochs are cut out of longer data."""
         if self._kept is None or self.wanted_steps is None:

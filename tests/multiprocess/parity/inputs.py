@@ -381,3 +381,38 @@ def validation_split(run: Run) -> dict:
 def validation_every_second_epoch(run: Run) -> dict:
     """`validation_freq`, `validation_steps`."""
     return trained(run, epochs=4, validation_freq=2, validation_data=regression(9, 1), validation_steps=1)
+
+
+class Changing(Batches):
+    """A PyDataset that other numbers come from in each epoch, as its `on_epoch_end` has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = super().__getitem__(index)
+        return x, y + self.calls
+
+    def on_epoch_end(self) -> None:
+        self.calls += 1
+
+
+@case
+def py_dataset_that_changes_between_epochs(run: Run) -> dict:
+    """A PyDataset whose `on_epoch_end` changes it."""
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, Changing(), validation_data=Changing())
+
+
+@case
+def validation_steps(run: Run) -> dict:
+    """`validation_steps`: the same first batches in each epoch."""
+    x, y = regression(60)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", jit_compile=False)
+    validation = tf.data.Dataset.from_tensor_slices((x[40:], y[40:])).batch(4)
+    return fitted(model, x[:40], y[:40], batch_size=13, validation_data=validation, validation_steps=2)
