@@ -29,6 +29,7 @@ AREAS = {
     "models": "Models",
     "state": "Layers with a state, or random numbers",
     "optimizing": "Optimizers",
+    "precision": "Number formats",
     "own_steps": "A `train_step` of your own",
     "own_loops": "A loop of your own",
     "ways": "Ways to train, and callbacks",
@@ -60,7 +61,9 @@ whatever else the feature is about.
 - an empty place: not run there. Four tasks and the ring run a core of the cases, since they differ from the others in
   their number and in the way of a sum alone.
 
-`ParameterServerStrategy` runs loops of your own on a `ClusterCoordinator`; `fit`, `evaluate` and `predict` not yet.
+Under `ParameterServerStrategy` (`--ps N`) each worker trains on batches of its own at its own pace, so that weights are
+those of one process with one worker alone; `fit`, `evaluate`, `predict`, saving and checkpoints work there, and steps,
+rows and metrics are counted exactly with any number of workers.
 
 `python -m tfdist.verify` checks a model of your own in this way.
 """
