@@ -11,9 +11,11 @@ import pytest
 from launching import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NAMES = ["custom_loop", "text", "tfrecords", "tutorial"]
+NAMES = ["custom_loop", "recommender", "text", "tfrecords", "tutorial"]
 DEADLINE_S = 90
 PLACES = {"alone": [], "2 workers": ["-m", "tfdist.run", "--workers", "2"]}
+WITH_PS = "2 workers and 2 ps"
+COMMANDS = {**PLACES, WITH_PS: [*PLACES["2 workers"], "--ps", "2"]}
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Ended:
 
     @property
     def lines(self) -> list[str]:
-        return [line.removeprefix("[worker 0] ") for line in self.out.splitlines()]
+        return [re.sub(r"^\[(worker|chief) 0\] ", "", line) for line in self.out.splitlines()]
 
     @property
     def losses(self) -> list[float]:
@@ -41,7 +43,7 @@ class Ended:
 
 
 def run(name: str, place: str, folder: Path, *options: str) -> Ended:
-    done = run_command([sys.executable, *PLACES[place], EXAMPLES / f"{name}.py", *options], folder, DEADLINE_S)
+    done = run_command([sys.executable, *COMMANDS[place], EXAMPLES / f"{name}.py", *options], folder, DEADLINE_S)
     assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
     return Ended(done.stdout, done.stderr, folder)
 
@@ -85,7 +87,13 @@ def test_it_learns(name, ended):
 
 @pytest.mark.parametrize(
     ("name", "files"),
-    [("custom_loop", []), ("text", []), ("tfrecords", ["digits-tfrecords"]), ("tutorial", ["tutorial"])],
+    [
+        ("custom_loop", []),
+        ("recommender", ["recommender.png"]),
+        ("text", []),
+        ("tfrecords", ["digits-tfrecords"]),
+        ("tutorial", ["tutorial"]),
+    ],
 )
 def test_it_leaves_only_what_it_saves(name, files, ended):
     for place in PLACES:
@@ -104,6 +112,19 @@ def test_unseen_docstrings_are_told_by_their_words(place, ended):
 def test_the_audit_finds_every_record_once_in_files_of_unequal_sizes(place, ended):
     shown = ended("tfrecords", place)
     assert "expected 1797 examples per epoch: coverage 100 %, 0 holes, 0 overlaps" in shown.lines, shown
+
+
+@pytest.mark.parametrize("place", COMMANDS)
+def test_the_map_of_tastes_is_recovered_and_drawn(place, ended):
+    shown = ended("recommender", place)
+    *_, places, error = shown.lines
+    found = re.fullmatch(r"the films' places are recovered to (\d+\.\d)%; their map is in recommender.png", places)
+    assert found, shown
+    assert float(found[1]) > 98, shown
+    told = re.fullmatch(r"test error (0\.\d{3}) \(the noise alone 0\.300\)", error)
+    assert told, shown
+    assert float(told[1]) < 0.33, shown
+    assert (shown.folder / "recommender.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_tutorial_goes_on_after_the_last_whole_epoch(ended):
