@@ -8,6 +8,7 @@ otherwise use a part as if it were the whole.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.errors import UnsupportedError
 from tfdist.internals import keras as internals
-from tfdist.internals.tensorflow import local_component
+from tfdist.internals.tensorflow import local_component, outside_strategy
 from tfdist.trainer.gradients import Gradients
 from tfdist.trainer.reduction import Reduction
 
@@ -48,6 +49,17 @@ def suspended() -> Iterator[None]:
         yield
     finally:
         _tracing.step = step
+
+
+@functools.cache
+def _turns() -> tf.Variable:
+    """A variable that every sum of a graph reads before it and writes after it, so that all tasks sum in one order.
+
+    TensorFlow runs the stateful operations of a graph in the order in which they were made, but orders a tf.cond that
+    writes variables (an optimizer's) only by these.
+    """
+    with tf.init_scope(), outside_strategy(), tf.device("CPU:0"):
+        return tf.Variable(0, trainable=False, dtype=tf.int64, name="tfdist_turns")
 
 
 class CaptureScope(keras.StatelessScope):
@@ -159,13 +171,15 @@ class Step:
         """Sums over tasks, after every earlier sum of this step."""
         if self._forbidden is not None:
             raise self._forbidden(tag)
-        with tf.control_dependencies(self._after):
+        with self._its_turn():
             return self._noted(self._reduction.sum(tensors, tag))
 
     def sum_on_host(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         """The same for states of metrics, which never need a device."""
-        with tf.control_dependencies(self._after):
-            return self._noted(self._host.sum(tensors, tag)) if tensors else []
+        if not tensors:
+            return []
+        with self._its_turn():
+            return self._noted(self._host.sum(tensors, tag))
 
     # -- running it
 
@@ -221,14 +235,16 @@ class Step:
     def max(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         """Returns the largest of each tensor's values over the tasks that have rows."""
         lowest = [tf.where(self.live, t, t.dtype.min) for t in tensors]
-        with tf.control_dependencies(self._after):
-            return self._noted(self._host.max(lowest, tag)) if lowest else []
+        if not lowest:
+            return []
+        with self._its_turn():
+            return self._noted(self._host.max(lowest, tag))
 
     def gather(self, slices: tf.IndexedSlices, tag: str) -> tf.IndexedSlices:
         """Returns the rows of all tasks that have some, in task order."""
         if self._forbidden is not None:
             raise self._forbidden(tag)
-        with tf.control_dependencies(self._after):
+        with self._its_turn():
             gathered = self._reduction.gather(slices, self.live, tag)
         self._noted([gathered.values])
         return gathered
@@ -244,7 +260,7 @@ class Step:
 
         def gather(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             nonlocal start
-            with tf.control_dependencies(self._after):
+            with self._its_turn():
                 wholes, start = self._host.gather_rows(parts, self.live, "rows of the whole batch")
             return self._noted(wholes)
 
@@ -279,7 +295,16 @@ class Step:
         """Sums that follow wait for this tensor, and no longer for an earlier one."""
         self._after = [tensor]
 
+    def _its_turn(self) -> Any:
+        """What is made inside runs after every earlier sum of the step, also after those inside a tf.cond."""
+        if tf.executing_eagerly():
+            return nullcontext()
+        return tf.control_dependencies([*self._after, _turns().read_value()])
+
     def _noted(self, sums: list[tf.Tensor]) -> list[tf.Tensor]:
+        if not tf.executing_eagerly():
+            with tf.control_dependencies(sums):
+                _turns().assign_add(1)
         self._latest = sums
         return sums
 

@@ -145,3 +145,47 @@ def variable_updated_inside_a_cond(run: Run) -> dict:
         model.compile("adam", "mse", jit_compile=False)
     model.fit(x, y, batch_size=13, epochs=2, verbose=0, shuffle=False)
     return {f"weight {i}": w for i, w in enumerate(model.get_weights())}
+
+
+class TakingTurns(GuideStep):
+    """Trains two layers of the same shape, each with an optimizer of its own in some of the steps."""
+
+    def build(self, shape: Any) -> None:
+        self.first, self.second = layers.Dense(1), layers.Dense(1)
+        self.first.build(shape)
+        self.second.build(shape)
+        self.steps = self.add_weight(name="steps", dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        return self.first(tf.sin(x)) + self.second(x)
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        step = tf.identity(self.steps)
+        self.steps.assign_add(1)
+        turns = ((self.other, self.second, step % 2 == 0), (self.optimizer, self.first, step % 3 != 1))
+        for optimizer, layer, is_its_turn in turns:
+            gradients = tape.gradient(loss, layer.trainable_variables)
+
+            def update(optimizer: Any = optimizer, layer: Any = layer, gradients: Any = gradients) -> bool:
+                optimizer.apply(gradients, layer.trainable_variables)
+                return True
+
+            tf.cond(is_its_turn, update, lambda: False)
+        return {"error": loss}
+
+
+@case
+def optimizers_inside_a_cond(run: Run) -> dict:
+    """A `train_step` that runs its optimizers inside a `tf.cond`, each in some of the steps."""
+    x, y = regression(60)
+    with run.scope():
+        model = TakingTurns()
+        model.build((None, 6))
+        model.other = optimizers.SGD(0.05)
+        model.compile(optimizers.SGD(0.05), "mse", jit_compile=False)
+        model.other.build(model.second.trainable_variables)
+        model.optimizer.build(model.first.trainable_variables)
+    return fitted(model, x, y, batch_size=7)
