@@ -89,6 +89,10 @@ def masked() -> Any:
     return _compiled(model, optimizers.SGD(0.1)), ids, np.random.default_rng(2).normal(size=(ROWS, 5, 1))
 
 
+def not_built_yet() -> Any:
+    return _compiled(keras.Sequential([layers.Dense(5, activation="tanh"), layers.Dense(1)]), "adam"), *data()
+
+
 def with_dropout() -> Any:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dropout(0.5, name="drop"), layers.Dense(1)])
     return _compiled(model, "adam"), *data()

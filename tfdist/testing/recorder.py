@@ -6,6 +6,7 @@ it: small ones as they are, larger ones folded (`fold`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -237,9 +238,9 @@ def _train(strategy: Any, job: Mapping[str, Any], change: Change | None) -> dict
         return {"data": number}  # on any task: there is nothing to compare
     recorder = Recorder(change, data)
     changed = data
+    if job["is_reference"] and not model.built:
+        _build(model, data)  # as tfdist does it before the first step, whose weights are compared
     if change is not None:
-        if not model.built:
-            model(_first_row(data))
         found = change(model, data)
         if found is None:
             return None
@@ -263,6 +264,11 @@ def _train(strategy: Any, job: Mapping[str, Any], change: Change | None) -> dict
             "sizes": [int(np.prod(variable.shape)) for variable in model.trainable_variables],
         },
     }
+
+
+def _build(model: Any, data: Data) -> None:
+    with contextlib.suppress(NotImplementedError):  # a model of other models, such as a GAN, has no call()
+        model(_first_row(data))
 
 
 def _predict(model: Any, data: Data) -> list[np.ndarray[Any, Any]] | None:
