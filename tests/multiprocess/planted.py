@@ -93,6 +93,24 @@ def not_built_yet() -> Any:
     return _compiled(keras.Sequential([layers.Dense(5, activation="tanh"), layers.Dense(1)]), "adam"), *data()
 
 
+class WithoutCall(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = _dense()
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.inner(x, training=True) - y) ** 2)
+        weights = self.inner.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"error": loss}
+
+
+def without_call() -> Any:
+    return _compiled(WithoutCall(), optimizers.SGD(0.05), None), *data()
+
+
 def with_dropout() -> Any:
     model = keras.Sequential([keras.Input((6,)), layers.Dense(8), layers.Dropout(0.5, name="drop"), layers.Dense(1)])
     return _compiled(model, "adam"), *data()

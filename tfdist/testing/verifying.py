@@ -196,9 +196,19 @@ def run_reference(cluster: LocalCluster, job: Mapping[str, Any]) -> dict[str, An
 
 def run_tasks(cluster: LocalCluster, job: Mapping[str, Any], reference: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the record of each task."""
+    return [records[""] for records in cluster.run(_record, asked_of_tasks(job, reference))]
+
+
+def asked_of_tasks(job: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the job of tasks: what one plain process could not do of it, such as `evaluate`, they leave out."""
     right = reference[""]
-    asked = {"predicted": right["predictions"] is not None, "checksum": right["data"]}
-    return [records[""] for records in cluster.run(_record, {**job, **asked, "is_reference": False})]
+    return {
+        **job,
+        "is_reference": False,
+        "evaluated": bool(right["evaluate"]),
+        "predicted": right["predictions"] is not None,
+        "checksum": right["data"],
+    }
 
 
 def judge(
