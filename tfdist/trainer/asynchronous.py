@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +29,17 @@ from tfdist.trainer import sources
 from tfdist.trainer.agreement import Agreement
 from tfdist.trainer.building import build, build_by_calling, without_optionals
 from tfdist.trainer.coordination import Closure, Coordination
-from tfdist.trainer.inputs import Input
+from tfdist.trainer.inputs import Input, seed_of_fit
 from tfdist.trainer.metrics import cannot_be_merged, groups, merge
+from tfdist.trainer.passes import Pass
 from tfdist.trainer.refusals import refuse_under_parameter_servers
 from tfdist.trainer.step import CaptureScope
 from tfdist.trainer.trying import Trial
 from tfdist.trainer.worker_input import Reading, WorkerInput, of_function, of_pipeline
 
 logger = logging.getLogger(__name__)
+# Of a closure: steps done, states of the metrics, what else the last step logged.
+Counted = tuple[int, list[np.ndarray[Any, Any]], dict[str, Any]]
 
 
 class AsynchronousEngine:
@@ -98,13 +102,7 @@ class AsynchronousEngine:
             return of_pipeline(x, self.coordination.workers, steps)
         if inspect.isfunction(x) or inspect.ismethod(x) or isinstance(x, functools.partial):
             return of_function(x, self.coordination.workers, steps)
-        seed: tuple[int, ...] = ()
-        if model is not None:
-            # Another order in each fit of a model, the same in every run of the script.
-            fits = model.__dict__.get("_tfdist_fits", 0)
-            object.__setattr__(model, "_tfdist_fits", fits + 1)
-            script_seed = internals.RANDOM_SEED.find()()
-            seed = (self._seed if script_seed is None else script_seed, fits)
+        seed = seed_of_fit(model, self._seed)
         return Input(x, y, sample_weight, index=0, size=1, seed=seed, steps=steps, **kwargs)
 
     def prepare(self, model: Any, element_spec: Any, *, training: bool) -> None:
@@ -160,86 +158,65 @@ class AsynchronousEngine:
 
     # -- an epoch
 
-    def run_epoch(
-        self,
-        model: Any,
-        kind: str,
-        data: Input,
-        epoch: int,
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-        stopped: Callable[[], bool],
-        numbers: Sequence[Any] = (),
-    ) -> dict[str, Any]:
-        """Runs one pass; returns the logs of its last step, and leaves the epoch's metrics in the model's own."""
+    def run_steps(self, model: Any, kind: str, the_pass: Pass) -> dict[str, Any]:
+        """Runs one pass of "train" or "test" steps; returns the logs of its last step.
+
+        The epoch's metrics are left in the model's own.
+        """
         function = self._function(model, kind)
         totals, logs, done = function.states.starts(), {}, 0
-        read = self._on_workers if isinstance(data, WorkerInput) else self._on_batches
-        for steps, states, own in read(function, data, epoch, model.steps_per_execution, begin, stopped):
+        read = self._on_workers if isinstance(the_pass.data, WorkerInput) else self._on_batches
+        for steps, states, own in read(function, model.steps_per_execution, the_pass):
             if steps == 0:
                 continue
             totals = function.states.merged(totals, states)
             logs = own or function.states.results(totals)
             # Steps end in any order, and are counted as they do.
             done += steps
-            end(done - 1, logs)
-        if not stopped() and (data.steps is None or done < data.steps):
-            data.ran_out(done)
+            the_pass.end(done - 1, logs)
+        if not the_pass.stopped() and (the_pass.data.steps is None or done < the_pass.data.steps):
+            the_pass.data.ran_out(done)
         function.states.assign(totals)
         return logs
 
-    def _on_batches(
-        self,
-        function: StepsOnWorker,
-        data: Any,
-        epoch: int,
-        steps_per_execution: int,
-        begin: Callable[[int], None],
-        stopped: Callable[[], bool],
-    ) -> Iterator[tuple[int, list[Any], dict[str, Any]]]:
-        """Yields (steps, metric states, own logs) of closures that carry batches which the coordinator reads."""
-        closures = _closures(function.on_batches, data, epoch, steps_per_execution, begin)
-        for closure, vector in self.coordination.run(closures, stopped):
+    def _on_batches(self, function: StepsOnWorker, steps_per_execution: int, the_pass: Pass) -> Iterator[Counted]:
+        """Closures that carry batches which the coordinator reads."""
+        closures = _closures(function.on_batches, steps_per_execution, the_pass)
+        for closure, vector in self.coordination.run(closures, the_pass.stopped):
             yield closure.steps, *function.unpack(vector)
 
-    def _on_workers(
-        self,
-        function: StepsOnWorker,
-        data: Any,
-        epoch: int,
-        steps_per_execution: int,
-        begin: Callable[[int], None],
-        stopped: Callable[[], bool],
-    ) -> Iterator[tuple[int, list[Any], dict[str, Any]]]:
-        """Yields the same of closures that read from the iterator of the worker which runs them."""
-        per_worker = data.iterators(epoch, self.coordination)
-        reading = Reading(data.wanted_steps, self.coordination.workers)
+    def _on_workers(self, function: StepsOnWorker, steps_per_execution: int, the_pass: Pass) -> Iterator[Counted]:
+        """Closures that read from the iterator of the worker which runs them."""
+        per_worker = the_pass.data.iterators(the_pass.epoch, self.coordination)
+        reading = Reading(the_pass.data.wanted_steps, self.coordination.workers)
 
         def closures() -> Iterator[Closure | None]:
             while (count := reading.next_count(steps_per_execution)) is not None:
                 if count == 0:
                     yield None
                     continue
-                begin(reading.begun)
+                the_pass.begin(reading.begun)
                 arguments = (per_worker.iterators, per_worker.indices, tf.constant(count))
                 closure = Closure(function.traced_on_iterator, arguments, reading.begun, count)
                 reading.begin(count)
                 yield closure
 
-        for closure, vector in self.coordination.run(closures(), stopped):
+        for closure, vector in self.coordination.run(closures(), the_pass.stopped):
             worker, goes_on, steps = (int(number) for number in vector[: StepsOnWorker.HEAD])
             reading.end(worker, closure.steps, steps, goes_on=bool(goes_on))
             yield steps, *function.unpack(vector[StepsOnWorker.HEAD :])
 
-    def predict(
-        self,
-        model: Any,
-        data: Input,
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-        stopped: Callable[[], bool],
-    ) -> list[Any]:
-        """Returns the outputs of each batch, as NumPy arrays, in the order of the batches."""
+    def predict(self, model: Any, the_pass: Pass) -> list[Any]:
+        """Returns the outputs of each batch, as NumPy arrays, in the order of the batches.
+
+        Raises:
+            UnsupportedError: The workers read the data, and their rows have no order among each other.
+        """
+        if isinstance(the_pass.data, WorkerInput):
+            raise UnsupportedError(
+                "predict: workers that read their own shares give rows in no order; pass arrays, a tf.data.Dataset or "
+                "another pipeline, which this process reads"
+            )
 
         def outputs_of(batches: Any) -> Any:
             with outside_strategy():
@@ -252,13 +229,11 @@ class AsynchronousEngine:
 
         outputs: dict[int, Any] = {}
         done = 0
-        for closure, result in self.coordination.run(
-            _closures(function, data, 0, model.steps_per_execution, begin), stopped
-        ):
-            for number, batch in enumerate(result):
-                outputs[closure.first + number] = batch
+        closures = _closures(function, model.steps_per_execution, the_pass)
+        for closure, result in self.coordination.run(closures, the_pass.stopped):
+            outputs.update(enumerate(result, closure.first))
             done += closure.steps
-            end(done - 1, {"outputs": result[-1]})
+            the_pass.end(done - 1, {"outputs": result[-1]})
         return [outputs[step] for step in sorted(outputs)]
 
     def _function(self, model: Any, kind: str) -> StepsOnWorker:
@@ -269,21 +244,14 @@ class AsynchronousEngine:
         return kept[kind][1]
 
 
-def _closures(
-    function: Callable[[int, Any], Any], data: Input, epoch: int, steps_per_execution: int, begin: Callable[[int], None]
-) -> Iterator[Closure]:
+def _closures(function: Callable[[int, Any], Any], steps_per_execution: int, the_pass: Pass) -> Iterator[Closure]:
     """Batches that the coordinator reads: each goes to one worker, once; `function` is of (count, element_spec)."""
-    spec = data.source.element_spec
-    for step, count, iterator in data.epoch(epoch, steps_per_execution):
-        begin(step)
-        batches = []
-        for _ in range(count):
-            element = next(iterator, None)
-            if element is None:
-                break
-            batches.append(element[0])
+    spec = the_pass.data.source.element_spec
+    for step, count, iterator in the_pass.data.epoch(the_pass.epoch, steps_per_execution):
+        the_pass.begin(step)
+        batches = tuple(element[0] for element in itertools.islice(iterator, count))
         if batches:
-            yield Closure(function(len(batches), spec), (tuple(batches),), step, len(batches))
+            yield Closure(function(len(batches), spec), (batches,), step, len(batches))
         if len(batches) < count:
             return
 

@@ -200,3 +200,20 @@ class Input:
         if self._iterator is not None:
             self._iterator = None
             self.source.finish()
+
+
+def seed_of_fit(model: Any, agreed: int) -> tuple[int, ...]:
+    """Returns what the order of shuffled rows follows from in the `fit` that begins; nothing where `model` is None.
+
+    Another order in each fit of a model, the same on every task and in every run of the script.
+
+    Args:
+        model: The model that is trained; it counts its fits.
+        agreed: The seed of all tasks, for a script that set none.
+    """
+    if model is None:
+        return ()
+    fits = model.__dict__.get("_tfdist_fits", 0)
+    object.__setattr__(model, "_tfdist_fits", fits + 1)
+    script_seed = internals.RANDOM_SEED.find()()
+    return agreed if script_seed is None else script_seed, fits

@@ -15,6 +15,7 @@ import keras
 from tfdist.internals import keras as internals
 from tfdist.trainer.asynchronous import AsynchronousEngine
 from tfdist.trainer.callbacks import for_this_task, list_for_this_task, may_act_between_steps, needed_on_every_task
+from tfdist.trainer.passes import Pass
 from tfdist.trainer.stepping import concatenate
 from tfdist.trainer.synchronous import SynchronousEngine
 
@@ -101,16 +102,15 @@ def fit(
             engine.reset_metrics(model)
             callbacks.on_epoch_begin(epoch)
             engine.agreement.check_variables(numbers, f"at the beginning of epoch {epoch + 1}")
-            logs = engine.run_epoch(
-                model,
-                "train",
+            one_epoch = Pass(
                 data,
-                epoch,
                 callbacks.on_train_batch_begin,
                 callbacks.on_train_batch_end,
                 lambda: model.stop_training,
+                epoch,
                 numbers if acts_between_steps else (),
             )
+            logs = engine.run_steps(model, "train", one_epoch)
             epoch_logs = dict(engine.results(model, logs))
             engine.agreement.collect_accumulated(model)
             if validation is not None and internals.should_evaluate(model, epoch, validation_freq):
@@ -162,15 +162,8 @@ def _evaluate(engine: Engine, model: Any, data: Any, callbacks: Any) -> dict[str
     model.stop_evaluating = False
     callbacks.on_test_begin()
     engine.reset_metrics(model)
-    logs = engine.run_epoch(
-        model,
-        "test",
-        data,
-        0,
-        callbacks.on_test_batch_begin,
-        callbacks.on_test_batch_end,
-        lambda: model.stop_evaluating,
-    )
+    one_pass = Pass(data, callbacks.on_test_batch_begin, callbacks.on_test_batch_end, lambda: model.stop_evaluating)
+    logs = engine.run_steps(model, "test", one_pass)
     logs = engine.results(model, logs)
     callbacks.on_test_end(logs)
     return logs
@@ -195,13 +188,10 @@ def predict(
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         model.stop_predicting = False
         callbacks.on_predict_begin()
-        batches = engine.predict(
-            model,
-            data,
-            callbacks.on_predict_batch_begin,
-            callbacks.on_predict_batch_end,
-            lambda: model.stop_predicting,
+        one_pass = Pass(
+            data, callbacks.on_predict_batch_begin, callbacks.on_predict_batch_end, lambda: model.stop_predicting
         )
+        batches = engine.predict(model, one_pass)
         callbacks.on_predict_end()
     if not batches:
         raise ValueError("predict: x holds no batch")

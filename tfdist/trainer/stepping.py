@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -11,53 +11,39 @@ import tensorflow as tf
 
 from tfdist.trainer.function import Steps
 from tfdist.trainer.inputs import Input
+from tfdist.trainer.passes import Pass
 from tfdist.trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from tfdist.trainer.synchronous import SynchronousEngine
 
 
-def run_epoch(
-    engine: SynchronousEngine,
-    model: Any,
-    function: Steps,
-    data: Input,
-    epoch: int,
-    begin: Callable[[int], None],
-    end: Callable[[int, Any], None],
-    stopped: Callable[[], bool],
-    numbers: Sequence[Any] = (),
-) -> dict[str, Any]:
-    """Runs one pass; returns the logs of its last step.
-
-    Args:
-        numbers: Variables of one number each that no callback may change on some tasks only.
-        begin, end: Called before and after each execution of steps.
-        stopped: Asked after each of them, on every task.
-    """
+def run_pass(engine: SynchronousEngine, model: Any, function: Steps, the_pass: Pass) -> dict[str, Any]:
+    """Runs one pass; returns the logs of its last step."""
     logs: dict[str, Any] = {}
     step = 0
     with Watchdog(engine.step_timeout_s) as watchdog:
-        for step, count, iterator in data.epoch(epoch, model.steps_per_execution):
-            begin(step)
+        for step, count, iterator in the_pass.data.epoch(the_pass.epoch, model.steps_per_execution):
+            the_pass.begin(step)
             try:
                 done = count
-                if data.needs_agreement or (data.steps is None and count > 1):
-                    logs, checksum, done = _execute_one_by_one(engine, function, data, iterator, step, count)
+                if the_pass.data.needs_agreement or (the_pass.data.steps is None and count > 1):
+                    logs, checksum, done = _execute_one_by_one(engine, function, the_pass.data, iterator, step, count)
                 else:
                     logs, checksum = function(iterator, count)
             except (StopIteration, tf.errors.OutOfRangeError):
-                data.ran_out(step)
+                the_pass.data.ran_out(step)
                 break
-            if step == 0 and data.source.split == "sliced":
+            if step == 0 and the_pass.data.source.split == "sliced":
                 engine.agreement.check_same_batch(int(checksum))
-            end(step + done - 1, logs)
+            the_pass.end(step + done - 1, logs)
             engine.progress(step + done)
             watchdog.pat()
-            if engine.agreement.any_after_step(stopped(), numbers, f"after step {step + done} of epoch {epoch + 1}"):
+            when = f"after step {step + done} of epoch {the_pass.epoch + 1}"
+            if engine.agreement.any_after_step(the_pass.stopped(), the_pass.numbers, when):
                 break
             if done < count:
-                data.ran_out(step + done)
+                the_pass.data.ran_out(step + done)
                 break
     return logs
 

@@ -28,13 +28,14 @@ from tfdist.trainer import adapted
 from tfdist.trainer.agreement import Agreement, shared_variables
 from tfdist.trainer.building import build, build_by_calling, without_optionals
 from tfdist.trainer.function import StepFunction, Steps
-from tfdist.trainer.inputs import Input
+from tfdist.trainer.inputs import Input, seed_of_fit
 from tfdist.trainer.metrics import States, cannot_be_merged
+from tfdist.trainer.passes import Pass
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.refusals import refuse
 from tfdist.trainer.sources import slice_batch, stand_in
 from tfdist.trainer.step import CaptureScope, Step
-from tfdist.trainer.stepping import Predicting, run_epoch
+from tfdist.trainer.stepping import Predicting, run_pass
 from tfdist.trainer.trying import Trial
 from tfdist.trainer.whole_batch import mark
 from tfdist.trainer.xla import UntilNotCompilable, can_split, split_step
@@ -147,13 +148,7 @@ class SynchronousEngine:
 
     def input(self, x: Any, y: Any = None, sample_weight: Any = None, *, model: Any = None, **kwargs: Any) -> Input:
         """Returns this task's rows of the batches; `model` is given where they may be shuffled."""
-        seed: tuple[int, ...] = ()
-        if model is not None:
-            # Another order in each fit of a model, the same on every task and in every run of the script.
-            fits = model.__dict__.get("_tfdist_fits", 0)
-            object.__setattr__(model, "_tfdist_fits", fits + 1)
-            script_seed = internals.RANDOM_SEED.find()()
-            seed = (self._seed if script_seed is None else script_seed, fits)
+        seed = seed_of_fit(model, self._seed)
         return Input(x, y, sample_weight, index=self.index, size=self.size, seed=seed, **kwargs)
 
     def element_of_batch(self, batch: Any) -> Any:
@@ -296,32 +291,14 @@ class SynchronousEngine:
 
     # -- passes over the data
 
-    def run_epoch(
-        self,
-        model: Any,
-        kind: str,
-        data: Input,
-        epoch: int,
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-        stopped: Callable[[], bool],
-        numbers: Sequence[Any] = (),
-    ) -> dict[str, Any]:
-        """Runs one pass of "train" or "test" steps; see `stepping.run_epoch`."""
-        return run_epoch(self, model, self.function(model, kind), data, epoch, begin, end, stopped, numbers)
+    def run_steps(self, model: Any, kind: str, the_pass: Pass) -> dict[str, Any]:
+        """Runs one pass of "train" or "test" steps; returns the logs of its last step."""
+        return run_pass(self, model, self.function(model, kind), the_pass)
 
-    def predict(
-        self,
-        model: Any,
-        data: Input,
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-        stopped: Callable[[], bool],
-    ) -> list[Any]:
+    def predict(self, model: Any, the_pass: Pass) -> list[Any]:
         """Returns the outputs of each execution, in order, the same on every task."""
         batches: list[Any] = []
-        function = Predicting(self, self.predict_function(model), batches)
-        run_epoch(self, model, function, data, 0, begin, end, stopped)
+        run_pass(self, model, Predicting(self, self.predict_function(model), batches), the_pass)
         return batches
 
     # -- functions
