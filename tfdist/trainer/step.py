@@ -131,6 +131,9 @@ class Step:
         self._forbidden: type[Exception] | None = None
         self._after: list[tf.Tensor] = []  # sums wait for these
         self._latest: list[tf.Tensor] = []  # what the last sum gave
+        # A tensor of the step's own graph: TensorFlow can't take the gradient of a tf.cond that reads an eager one.
+        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        self._turns: Any = None if graph is None else graph.capture(_turns().handle)
         self.gradients = Gradients(self, scales_loss=scales_loss)
 
     @property
@@ -299,12 +302,13 @@ class Step:
         """What is made inside runs after every earlier sum of the step, also after those inside a tf.cond."""
         if tf.executing_eagerly():
             return nullcontext()
-        return tf.control_dependencies([*self._after, _turns().read_value()])
+        turn = tf.raw_ops.ReadVariableOp(resource=self._turns, dtype=tf.int64)
+        return tf.control_dependencies([*self._after, turn])
 
     def _noted(self, sums: list[tf.Tensor]) -> list[tf.Tensor]:
         if not tf.executing_eagerly():
             with tf.control_dependencies(sums):
-                _turns().assign_add(1)
+                tf.raw_ops.AssignAddVariableOp(resource=self._turns, value=tf.constant(1, tf.int64))
         self._latest = sums
         return sums
 
