@@ -249,7 +249,8 @@ def _closures(function: Callable[[int, Any], Any], steps_per_execution: int, the
     spec = the_pass.data.source.element_spec
     for step, count, iterator in the_pass.data.epoch(the_pass.epoch, steps_per_execution):
         the_pass.begin(step)
-        batches = tuple(element[0] for element in itertools.islice(iterator, count))
+        elements = iter(functools.partial(the_pass.data.next, iterator), None)
+        batches = tuple(element[0] for element in itertools.islice(elements, count))
         if batches:
             yield Closure(function(len(batches), spec), (batches,), step, len(batches))
         if len(batches) < count:

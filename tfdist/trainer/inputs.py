@@ -119,6 +119,7 @@ class Input:
         self._passes = 0
         self._iterator: Any = None
         self._seen = 0
+        self._peeked: Any = None
         self.last: Any = None
 
     @property
@@ -140,14 +141,33 @@ class Input:
             **{f"{prefix}{name}": value for name, value in self.source.fingerprint.items()},
         }
 
-    def peek(self) -> Any:
-        """Returns the first element of a pass of its own."""
-        return next(self.source.start(0))
+    def peek(self, epoch: int) -> Any:
+        """Returns the first element of the pass that begins next, which still gives it.
+
+        To begin a pass just for a look would not do: a generator is read once, and a dataset that shuffles draws an
+        order for each pass.
+        """
+        if self._peeked is None:
+            if self.source.split == "indexed":
+                return next(self.source.start(epoch))
+            self._begin_pass(epoch)
+            self._peeked = next(self._iterator)
+        return self._peeked
+
+    def next(self, iterator: Any) -> Any:
+        """Returns the next element of a pass, or None at its end."""
+        element = self.take_peeked()
+        return next(iterator, None) if element is None else element
+
+    def take_peeked(self) -> Any:
+        """Returns the element that `peek` took out of the pass, once; None where there is none."""
+        element, self._peeked = self._peeked, None
+        return element
 
     def reset(self) -> None:
         """Begins anew: what follows reads the data from its beginning, also where epochs are cut out of it."""
         self._finish()
-        self._seen = 0
+        self._seen, self._peeked = 0, None
         self.source.reset()
 
     def epoch(self, epoch: int, steps_per_execution: int) -> Iterator[tuple[int, int, Any]]:
@@ -156,8 +176,8 @@ class Input:
         Without `steps`, each epoch is one pass over the data. With it, an epoch takes that many batches and the next
         goes on where it stopped, as Keras does; a finite dataset starts anew when it has been read once.
         """
-        if self._wanted_steps is None or self._iterator is None:
-            self._restart(epoch)
+        if self._peeked is None:
+            self._begin_pass(epoch)
         step = 0
         while self.steps is None or step < self.steps:
             count = steps_per_execution if self.steps is None else min(steps_per_execution, self.steps - step)
@@ -172,6 +192,12 @@ class Input:
             step += count
         if self._wanted_steps is None or (self.batches and self._seen >= self.batches):
             self._finish()
+        if self._wanted_steps is None and self.batches:
+            self.source.renew()
+
+    def _begin_pass(self, epoch: int) -> None:
+        if self._wanted_steps is None or self._iterator is None:
+            self._restart(epoch)
 
     def ran_out(self, step: int) -> None:
         """Notes that the data ended before step `step` of an epoch."""

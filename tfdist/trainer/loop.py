@@ -91,9 +91,9 @@ def fit(
         callbacks.on_train_begin()
         # After on_train_begin, where BackupAndRestore loads: on the chief only.
         engine.agreement.share_variables(model, optimizer=True)
-        engine.try_functions(model, lambda: data.peek()[0])
-        data.reset()
         first_epoch = engine.agreement.from_chief(internals.initial_epoch(model) or initial_epoch, "initial epoch")
+        data.reset()
+        engine.try_functions(model, lambda: data.peek(first_epoch)[0])
         if verbose != 0:
             engine.log_plan(data)
         numbers = engine.small_variables(model)
@@ -114,6 +114,7 @@ def fit(
             epoch_logs = dict(engine.results(model, logs))
             engine.agreement.collect_accumulated(model)
             if validation is not None and internals.should_evaluate(model, epoch, validation_freq):
+                validation.reset()
                 value = _evaluate(engine, model, validation, callbacks)
                 epoch_logs.update({f"val_{name}": number for name, number in value.items()})
             callbacks.on_epoch_end(epoch, epoch_logs)
@@ -151,14 +152,14 @@ def evaluate(
         engine.agreement.require_same("evaluate", data.summary(""))
         engine.prepare(model, data.source.element_spec, training=False)
         engine.agreement.share_variables(model, optimizer=False)
-        engine.try_functions(model, lambda: data.peek()[0])
+        data.reset()
+        engine.try_functions(model, lambda: data.peek(0)[0])
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         logs = _evaluate(engine, model, data, callbacks)
     return logs if return_dict else internals.metrics_in_order(model, logs)
 
 
 def _evaluate(engine: Engine, model: Any, data: Any, callbacks: Any) -> dict[str, Any]:
-    data.reset()
     model.stop_evaluating = False
     callbacks.on_test_begin()
     engine.reset_metrics(model)

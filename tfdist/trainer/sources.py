@@ -42,6 +42,8 @@ class Source:
         start: The number of a pass -> an iterator over its elements.
         finish: Called at the end of a pass.
         reset: Called before the first pass of a `fit`, and before each evaluation, as Keras does.
+        renew: Called after a pass whose length was known. Keras begins another pass there (epoch_iterator.py,
+            `_enumerate_iterator`), which it never reads: a dataset that shuffles draws an order for it.
         batches: Global batches in a pass, or None where that is unknown.
         global_batch_size: Rows of a full batch, or None where that is unknown.
         rows: Rows in a pass, or None where that is unknown.
@@ -58,6 +60,7 @@ class Source:
     rows: int | None = None
     finish: Callable[[], None] = _nothing
     reset: Callable[[], None] = _nothing
+    renew: Callable[[], Any] = _nothing
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -147,7 +150,12 @@ def from_dataset(dataset: tf.data.Dataset, index: int, size: int, batches: int |
     """A dataset of global batches, the same on every task."""
     sliced = _slice(dataset, index, size)
     return Source(
-        sliced.element_spec[0], lambda number: iter(sliced), "sliced", batches, global_batch_size=_batch_size(dataset)
+        sliced.element_spec[0],
+        lambda number: iter(sliced),
+        "sliced",
+        batches,
+        global_batch_size=_batch_size(dataset),
+        renew=lambda: iter(sliced),
     )
 
 

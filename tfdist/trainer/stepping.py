@@ -30,7 +30,7 @@ def run_pass(engine: SynchronousEngine, model: Any, function: Steps, the_pass: P
                 if the_pass.data.needs_agreement or (the_pass.data.steps is None and count > 1):
                     logs, checksum, done = _execute_one_by_one(engine, function, the_pass.data, iterator, step, count)
                 else:
-                    logs, checksum = function(iterator, count)
+                    logs, checksum = _execute(function, the_pass.data, iterator, count)
             except (StopIteration, tf.errors.OutOfRangeError):
                 the_pass.data.ran_out(step)
                 break
@@ -46,6 +46,17 @@ def run_pass(engine: SynchronousEngine, model: Any, function: Steps, the_pass: P
                 the_pass.data.ran_out(step + done)
                 break
     return logs
+
+
+def _execute(function: Steps, data: Input, iterator: Any, count: int) -> tuple[dict[str, Any], Any]:
+    """Runs `count` steps, the first on what was peeked at; returns the last one's logs and the first one's checksum."""
+    peeked = data.take_peeked()
+    if peeked is None:
+        return function(iterator, count)
+    logs, checksum = function.on_element(peeked)
+    if count > 1:
+        logs, _ = function(iterator, count - 1)
+    return logs, checksum
 
 
 def _execute_one_by_one(

@@ -185,7 +185,7 @@ class SynchronousEngine:
         """
         own = data.source.split == "own"
         while True:
-            element = next(iterator, None)
+            element = data.next(iterator)
             rows = None if element is None or (own and int(element[2]) == 0) else int(element[1])
             total = self.agreement.rows_of_step(rows, step, own=own)
             if total is None:

@@ -38,9 +38,9 @@ class WorkerInput:
     def summary(self, prefix: str) -> dict[str, Any]:
         return {}
 
-    def peek(self) -> Any:
+    def peek(self, epoch: int) -> Any:
         """Returns the first element of the first worker."""
-        return next(self.source.start(0))
+        return next(self.source.start(epoch))
 
     def reset(self) -> None:
         """Begins anew: what follows reads the data from its beginning."""

@@ -416,3 +416,43 @@ def validation_steps(run: Run) -> dict:
         model.compile("adam", "mse", jit_compile=False)
     validation = tf.data.Dataset.from_tensor_slices((x[40:], y[40:])).batch(4)
     return fitted(model, x[:40], y[:40], batch_size=13, validation_data=validation, validation_steps=2)
+
+
+class Positives(keras.metrics.Metric):
+    """How many targets are positive: a class of the user's own, which is tried on the first rows."""
+
+    def __init__(self) -> None:
+        super().__init__(name="positives")
+        self.count = self.add_weight(name="count", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(keras.ops.sum(keras.ops.cast(y_true > 0, "float32")))
+
+    def result(self) -> Any:
+        return self.count + 0.0
+
+
+@case
+def shuffled_dataset(run: Run) -> dict:
+    """A `tf.data.Dataset` that shuffles anew in each pass, beside a metric of the user's own."""
+    x, y = regression(40)
+    with run.scope():
+        model = dense()
+        model.compile("adam", "mse", metrics=[Positives()], jit_compile=False, steps_per_execution=2)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(40, seed=5).batch(13)
+    return fitted(model, data, epochs=3, validation_data=data)
+
+
+@case
+def generator_beside_a_metric(run: Run) -> dict:
+    """A Python generator, which can be read once, beside a metric of the user's own."""
+    x, y = regression(80)
+
+    def batches() -> Any:
+        for first in range(0, 80, 8):
+            yield x[first : first + 8], y[first : first + 8]
+
+    with run.scope():
+        model = dense()
+        model.compile("sgd", "mse", metrics=[Positives()], jit_compile=False)
+    return fitted(model, batches(), steps_per_epoch=5)

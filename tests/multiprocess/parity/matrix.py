@@ -91,4 +91,10 @@ def compared(case: str, got: Arrays, reference: Arrays) -> Comparison:
 def other_bits(results: Sequence[Mapping[str, np.ndarray]], index: int) -> list[str]:
     """Returns the arrays of which a task holds other bits than task 0."""
     first, other = results[0], results[index]
-    return [name for name in first if not np.array_equal(first[name], other.get(name), equal_nan=True)]
+    return [name for name in {**first, **other} if not _same(first.get(name), other.get(name))]
+
+
+def _same(array: np.ndarray | None, other: np.ndarray | None) -> bool:
+    if array is None or other is None:
+        return False
+    return np.array_equal(array, other, equal_nan=array.dtype.kind in "fc")

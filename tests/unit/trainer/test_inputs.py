@@ -111,7 +111,7 @@ def test_the_global_batch_size_is_read_from_the_pipeline_where_it_tells(pipeline
 
 def test_float64_arrays_become_floatx_as_in_keras():
     data = Input(np.zeros((3, 2)), batch_size=2, index=0, size=1)
-    part, *_ = data.peek()
+    part, *_ = data.peek(0)
     assert tf.nest.flatten(part)[0].dtype == tf.float32
 
 
@@ -122,7 +122,7 @@ def test_the_checksum_of_the_first_batch_tells_other_data(difference):
 
     def first_checksum(values: np.ndarray, index: int) -> int:
         data = Input(tf.data.Dataset.from_tensor_slices(values).batch(12), index=index, size=2)
-        return int(data.peek()[3])
+        return int(data.peek(0)[3])
 
     assert first_checksum(x, 0) == first_checksum(x, 1)
     assert first_checksum(x, 0) != first_checksum(other, 1)
@@ -133,7 +133,7 @@ def test_ragged_rows_are_sliced_too():
     parts = []
     for index in range(2):
         data = Input(tf.data.Dataset.from_tensors(ragged), index=index, size=2)
-        part, rows, total, _ = data.peek()
+        part, rows, total, _ = data.peek(0)
         parts.append(part.to_list()[: int(rows)])
         assert int(total) == 5
     assert parts == [[[1], [2, 2]], [[], [4, 4, 4], [5]]]
@@ -142,7 +142,7 @@ def test_ragged_rows_are_sliced_too():
 def test_strings_and_dicts_keep_their_structure():
     x = {"a": np.array(["x", "yy", "z"], dtype=object), "b": np.arange(3)}
     data = Input(x, np.arange(3), batch_size=3, index=1, size=2)
-    (inputs, labels), rows, _, _ = data.peek()
+    (inputs, labels), rows, _, _ = data.peek(0)
     assert [v.decode() for v in inputs["a"].numpy()] == ["yy", "z"]
     assert labels.numpy().tolist() == [1, 2]
     assert int(rows) == 2
@@ -189,7 +189,7 @@ def test_rows_of_a_sparse_batch_are_sliced_too(size):
     parts = []
     for index in range(size):
         data = Input(tf.data.Dataset.from_tensors(tf.sparse.from_dense(dense)), index=index, size=size)
-        part, rows, total, _ = data.peek()
+        part, rows, total, _ = data.peek(0)
         assert int(total) == 5
         parts.append(tf.sparse.to_dense(part).numpy()[: int(rows)])
     np.testing.assert_array_equal(np.concatenate(parts), dense)
