@@ -352,6 +352,11 @@ def has_stock_train_step(model: Any) -> bool:
     return type(model).train_step is TRAINER.find().train_step and "train_step" not in model.__dict__
 
 
+def has_stock_steps(model: Any) -> bool:
+    """Whether training and test steps are Keras' own, whose logs are the metrics' results and nothing else."""
+    return has_stock_train_step(model) and type(model).test_step is TRAINER.find().test_step
+
+
 def call_for_training(model: Any, x: Any) -> Any:
     return model(x, training=True) if model._call_has_training_arg else model(x)
 

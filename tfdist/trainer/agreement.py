@@ -10,6 +10,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from tfdist import process
 from tfdist.collectives import Group
@@ -18,6 +19,8 @@ from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component
 
 logger = logging.getLogger(__name__)
+# Ends the names of arguments whose values say nothing to a reader.
+CHECKSUM = " (checksum)"
 
 
 def check_same(what: Any, name: str = "check_same") -> None:
@@ -95,11 +98,18 @@ class Agreement:
         every = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode(), tag=f"{call} arguments")]
         for task, theirs in zip(self.group.tasks, every, strict=True):
             for name, value in every[0].items():
-                if theirs.get(name) != value:
+                if theirs.get(name) == value:
+                    continue
+                if name.endswith(CHECKSUM):
                     raise MismatchError(
-                        f"{call}: {name} is {value!r} on {self.group.tasks[0]} and {theirs.get(name)!r} on {task}; "
-                        "every task must run the same script with the same arguments and data"
+                        f"{call}: the {name.removesuffix(CHECKSUM)} are not the same on {self.group.tasks[0]} and "
+                        f"{task}; give every task the same data in the same order, whole: each takes its rows of every "
+                        "batch by itself"
                     )
+                raise MismatchError(
+                    f"{call}: {name} is {value!r} on {self.group.tasks[0]} and {theirs.get(name)!r} on {task}; "
+                    "every task must run the same script with the same arguments and data"
+                )
 
     def share_variables(self, model: Any, *, optimizer: bool) -> None:
         """Gives every task the chief's variables where they differ (weights loaded or changed on one task only)."""
@@ -181,8 +191,8 @@ class Agreement:
         raise MismatchError(
             f"{when}: {' and '.join(str(self.group.tasks[i]) for i in apart)} "
             f"{'holds' if len(apart) == 1 else 'hold'} other values than {self.group.tasks[0]} of {names}{numbers}: a "
-            "callback changed them on some tasks only, or the step updates them from its own rows without "
-            "optimizer.apply_gradients"
+            "callback changed them on some tasks only, or the step updates them from its own rows. A state that Keras "
+            "made (add_weight) is merged if it is updated before optimizer.apply_gradients"
         )
 
     def rows_of_step(self, rows: int | None, step: int, *, own: bool) -> int | None:
@@ -230,8 +240,14 @@ def shared_variables(model: Any) -> list[Any]:
     optimizer = getattr(model, "optimizer", None)
     kept = [] if optimizer is None else internals.accumulators(optimizer)
     apart = {id(variable) for variable in kept}
-    every = [*model.variables, *(optimizer.variables if optimizer is not None else [])]
+    every = [*model.variables, *(optimizer.variables if optimizer is not None else []), *_unknown_to_keras(model)]
     return [variable for variable in every if id(variable) not in apart]
+
+
+def _unknown_to_keras(model: Any) -> list[Any]:
+    """Returns the variables of TensorFlow's own that layers hold as attributes; nothing merges what steps put there."""
+    holders = {id(holder): holder for holder in (model, *internals.layers_of(model))}
+    return [v for holder in holders.values() for v in vars(holder).values() if isinstance(v, tf.Variable)]
 
 
 def _name_of(variable: Any) -> str:

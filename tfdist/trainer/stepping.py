@@ -37,7 +37,7 @@ def run_pass(engine: SynchronousEngine, model: Any, function: Steps, the_pass: P
             if step == 0 and the_pass.data.source.split == "sliced":
                 engine.agreement.check_same_batch(int(checksum))
             the_pass.end(step + done - 1, logs)
-            engine.progress(step + done)
+            engine.progress(done)
             watchdog.pat()
             when = f"after step {step + done} of epoch {the_pass.epoch + 1}"
             if engine.agreement.any_after_step(the_pass.stopped(), the_pass.numbers, when):

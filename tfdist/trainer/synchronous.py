@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfdist import process
 from tfdist.cluster import Task
 from tfdist.collectives import Group
-from tfdist.errors import MismatchError, UnsupportedError
+from tfdist.errors import MismatchError, PeerLostError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import local_component, outside_strategy
 from tfdist.trainer import adapted
@@ -76,6 +76,7 @@ class SynchronousEngine:
         self.size, self.index = self.reduction.size, self.reduction.index
         self.is_chief = self.index == 0
         self._reported_first_step = False
+        self._steps_done = 0
         self.has_said_that_input_repeats = False
         self._activity_losses_are_sums = self.size > 1 and internals.activity_losses_are_sums()
 
@@ -105,7 +106,7 @@ class SynchronousEngine:
                     "op, CPUs, or create_strategy(deterministic=False)"
                 ) from error
             raise error
-        except MismatchError as error:
+        except (MismatchError, PeerLostError) as error:
             raise _with_hint(error) from None
         finally:
             for reduction, was_quiet in zip(through_group, before, strict=True):
@@ -135,14 +136,15 @@ class SynchronousEngine:
         mine = {id(variable) for variable in ([] if model.optimizer is None else model.optimizer.variables)}
         return [v for v in shared_variables(model) if id(v) in mine and tuple(v.shape) == ()]
 
-    def progress(self, step: int) -> None:
-        """Notes that a step has ended, for messages and the launcher."""
+    def progress(self, steps: int) -> None:
+        """Notes that so many more steps have ended, for messages and the launcher."""
+        self._steps_done += steps
         if self.group is not None:
-            self.group.progress(step)
+            self.group.progress(self._steps_done)
         if not self._reported_first_step:
             self._reported_first_step = True
             process.report("phase", phase="first_step")
-        process.report("step", step=step)
+        process.report("step", step=self._steps_done)
 
     # -- building
 
@@ -448,10 +450,14 @@ class SynchronousEngine:
 
 
 def _with_hint(error: Exception) -> Exception:
-    """Says what a user most likely did where tasks were found in different calls."""
-    if not isinstance(error, MismatchError) or " called " not in str(error) or HINT in str(error):
+    """Says what a user most likely did where tasks were found in different calls, or one had left before a call."""
+    if HINT in str(error):
         return error
-    return MismatchError(f"{error}. {HINT}")
+    if isinstance(error, MismatchError) and " called " in str(error):
+        return MismatchError(f"{error}. {HINT}")
+    if isinstance(error, PeerLostError) and " left " in str(error) and " arguments'" in str(error):
+        return PeerLostError(f"{error}. {HINT}", task=error.task)
+    return error
 
 
 def _global_logs(
@@ -464,7 +470,8 @@ def _global_logs(
     """
     with CaptureScope(list(zip(states.variables, values, strict=True))):
         local = _as_tensors(model.get_metrics_result())
-        sure = set(logs) == set(local)
+        # A step of the user's own may log its loss where no metric has seen it.
+        sure = set(logs) == set(local) and internals.has_stock_steps(model)
         local = local if sure else _results_by_name(model)
     keys = sorted(logs)
     flat = {key: [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs[key])] for key in keys}

@@ -189,3 +189,26 @@ def optimizers_inside_a_cond(run: Run) -> dict:
         model.other.build(model.second.trainable_variables)
         model.optimizer.build(model.first.trainable_variables)
     return fitted(model, x, y, batch_size=7)
+
+
+class LoggingItsLoss(GuideStep):
+    """Logs its loss under the name of a metric that has not seen it."""
+
+    def train_step(self, data: Any) -> dict:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply_gradients(
+            zip(tape.gradient(loss, self.trainable_variables), self.trainable_variables, strict=True)
+        )
+        return {"loss": loss}
+
+
+@case
+def train_step_that_logs_its_loss(run: Run) -> dict:
+    """A `train_step` that logs its loss, and updates no metric."""
+    x, y = regression(40)
+    with run.scope():
+        model = LoggingItsLoss()
+        model.compile("adam", "mse", jit_compile=False)
+    return fitted(model, x, y, batch_size=13)
