@@ -192,13 +192,18 @@ def _parser() -> _Parser:
             rest.setdefault("dest", first[2:].replace("-", "_"))
             parser.add_argument(*hidden, help=argparse.SUPPRESS, **rest)  # type: ignore[arg-type]
 
-    flag("--workers", type=_whole_or_gpu, metavar="N", help="worker tasks; gpu: one per GPU here (gpu, or 1 without)")
+    flag(
+        "--workers",
+        type=_whole_or_gpu,
+        metavar="N",
+        help="worker tasks on this host; gpu: one for each of its GPUs, which is the default (1 where it has none)",
+    )
     flag(
         "--tasks-per-host",
         "--nproc-per-node",
         type=_whole_or_gpu,
         metavar="K",
-        help="tasks of each entry of TF_CONFIG, where it has one per host (gpu, or 1 without)",
+        help="tasks of each entry of TF_CONFIG, where it has one per host; by default one for each GPU (1 without)",
     )
     flag("--chief", action="store_true", help="a chief that trains beside the workers")
     flag("--ps", type=_whole, default=0, metavar="N", help="parameter servers; adds the chief, the coordinator")
