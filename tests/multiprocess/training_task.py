@@ -222,6 +222,27 @@ def updates_past_the_optimizer(task: Task) -> Any:
     model.fit(X, Y, verbose=0)
 
 
+class Noting(keras.layers.Layer):
+    """Keeps the mean of the rows it saw in a variable that it makes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = tf.Variable(0.0, trainable=False, name="seen")
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.seen.assign(tf.reduce_mean(x))
+        return x
+
+
+@check
+def a_variable_that_keras_does_not_know(task: Task) -> Any:
+    with task.strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), Noting(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", jit_compile=False)
+    model.fit(X, Y, batch_size=10, epochs=2, verbose=0)
+
+
 @check
 def part_of_a_batch_that_is_not_per_row(task: Task) -> Any:
     constant = tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).map(lambda x, y: ({"x": x, "c": x[:1]}, y))

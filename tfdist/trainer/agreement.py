@@ -120,8 +120,8 @@ class Agreement:
             for kept in [] if model.optimizer is None else internals.accumulators(model.optimizer):
                 _assign(kept, np.zeros_like(_values([kept])[0]))  # the chief keeps the whole sum; see below
         arrays = _values(variables)
-        shapes = [(v.path, list(a.shape), str(a.dtype)) for v, a in zip(variables, arrays, strict=True)]
-        mine = json.dumps([len(shapes), zlib.crc32(json.dumps([s[1:] for s in shapes]).encode()), _checksum(arrays)])
+        shapes = json.dumps([[list(array.shape), str(array.dtype)] for array in arrays])
+        mine = json.dumps([len(arrays), zlib.crc32(shapes.encode()), _checksum(arrays)])
         every = [json.loads(text) for text in self.group.all_gather_bytes(mine.encode(), tag="variables")]
         for task, theirs in zip(self.group.tasks, every, strict=True):
             if theirs[:2] != every[0][:2]:
@@ -247,7 +247,8 @@ def shared_variables(model: Any) -> list[Any]:
 def _unknown_to_keras(model: Any) -> list[Any]:
     """Returns the variables of TensorFlow's own that layers hold as attributes; nothing merges what steps put there."""
     holders = {id(holder): holder for holder in (model, *internals.layers_of(model))}
-    return [v for holder in holders.values() for v in vars(holder).values() if isinstance(v, tf.Variable)]
+    held = [v for holder in holders.values() for v in vars(holder).values() if isinstance(v, tf.Variable)]
+    return [v for v in held if v.dtype.is_floating or v.dtype.is_integer or v.dtype.is_bool]
 
 
 def _name_of(variable: Any) -> str:
@@ -260,8 +261,7 @@ def _values(variables: Sequence[Any]) -> list[np.ndarray[Any, Any]]:
 
 
 def _value(variable: Any) -> np.ndarray[Any, Any]:
-    native = internals.native(variable) if isinstance(variable, keras.Variable) else variable
-    return np.asarray(local_component(native).numpy())
+    return np.asarray(_own(variable).numpy())
 
 
 def _summary(array: np.ndarray[Any, Any]) -> tuple[int, str | None]:
@@ -270,7 +270,12 @@ def _summary(array: np.ndarray[Any, Any]) -> tuple[int, str | None]:
 
 
 def _assign(variable: Any, value: np.ndarray[Any, Any]) -> None:
-    local_component(internals.native(variable)).assign(value)
+    _own(variable).assign(value)
+
+
+def _own(variable: Any) -> Any:
+    """This task's part of a variable of Keras' or of TensorFlow's."""
+    return local_component(internals.native(variable) if isinstance(variable, keras.Variable) else variable)
 
 
 def _checksum(arrays: Sequence[np.ndarray[Any, Any]]) -> int:
