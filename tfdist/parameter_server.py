@@ -21,6 +21,8 @@ from tfdist.trainer import dispatch
 from tfdist.trainer.asynchronous import AsynchronousEngine
 
 logger = logging.getLogger(__name__)
+# TensorFlow must not call a task that still listens for our own meeting: it would take the answer for a broken server.
+SERVERS = "start of TensorFlow's servers"
 
 
 def coordinate(
@@ -28,6 +30,7 @@ def coordinate(
 ) -> tf.distribute.ParameterServerStrategy:
     """Returns the chief's strategy; its constructor connects to the servers of all other tasks."""
     process.set_current(process.Current(config, None, group))
+    group.barrier(SERVERS)
     strategy = make_strategy(_resolver(config), seed=seed, step_timeout_s=step_timeout_s)
     logger.info("%s coordinates %s", config.task, config.cluster.counts)
     return strategy
@@ -61,6 +64,7 @@ def serve(config: TFConfig, group: Group) -> NoReturn:
         config=devices.server_config(),
         start=True,
     )
+    group.barrier(SERVERS)
     process.report("phase", phase="connected")
     logger.info("%s serves at %s until the chief is done", config.task, config.cluster.address(config.task))
     group.wait_until_left(config.cluster.tasks.index(config.cluster.chief))
