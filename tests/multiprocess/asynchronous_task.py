@@ -259,11 +259,13 @@ class OwnStep(keras.Model):
 
 @case
 def a_train_step_of_its_own(strategy: Any) -> dict:
+    """With a learning rate of 0, the loss of every epoch is that of the weights it began with, over all rows."""
     with strategy.scope():
         model = OwnStep()
-        model.compile(optimizer="sgd", jit_compile=False)
+        model.compile(optimizer=keras.optimizers.SGD(0.0), jit_compile=False)
     history = model.fit(X, Y, batch_size=50, epochs=2, verbose=0)
     return {
+        "expected": np.mean((model.predict(X, verbose=0) - Y) ** 2),
         "two": history.history["two"],
         "losses": history.history["loss"],
         "iterations": int(model.optimizer.iterations),

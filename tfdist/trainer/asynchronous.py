@@ -30,7 +30,15 @@ from tfdist.trainer.agreement import Agreement
 from tfdist.trainer.building import build, build_by_calling, without_optionals
 from tfdist.trainer.coordination import Closure, Coordination
 from tfdist.trainer.inputs import Input, seed_of_fit
-from tfdist.trainer.metrics import cannot_be_merged, groups, merge
+from tfdist.trainer.metrics import (
+    all_equal,
+    as_tensors,
+    cannot_be_merged,
+    groups,
+    merge,
+    results_by_name,
+    same_structure,
+)
 from tfdist.trainer.passes import Pass
 from tfdist.trainer.refusals import refuse_under_parameter_servers
 from tfdist.trainer.step import CaptureScope
@@ -39,7 +47,7 @@ from tfdist.trainer.worker_input import Reading, WorkerInput, of_function, of_pi
 
 logger = logging.getLogger(__name__)
 # Of a closure: steps done, states of the metrics, what else the last step logged.
-Counted = tuple[int, list[np.ndarray[Any, Any]], dict[str, Any]]
+Counted = tuple[int, list[np.ndarray[Any, Any]], dict[str, tuple[bool, Any]]]
 
 
 class AsynchronousEngine:
@@ -170,7 +178,7 @@ class AsynchronousEngine:
             if steps == 0:
                 continue
             totals = function.states.merged(totals, states)
-            logs = own or function.states.results(totals)
+            logs = function.states.logs(totals, own)
             # Steps end in any order, and are counted as they do.
             done += steps
             the_pass.end(done - 1, logs)
@@ -204,7 +212,7 @@ class AsynchronousEngine:
         for closure, vector in self.coordination.run(closures(), the_pass.stopped):
             worker, goes_on, steps = (int(number) for number in vector[: StepsOnWorker.HEAD])
             reading.end(worker, closure.steps, steps, goes_on=bool(goes_on))
-            yield steps, *function.unpack(vector[StepsOnWorker.HEAD :])
+            yield steps, *function.unpack(vector[StepsOnWorker.HEAD :], with_own=False)
 
     def predict(self, model: Any, the_pass: Pass) -> list[Any]:
         """Returns the outputs of each batch, as NumPy arrays, in the order of the batches.
@@ -284,7 +292,8 @@ class MetricStates:
         # Most start at zero, but only a reset tells.
         model.reset_metrics()
         self._starts = [np.asarray(keras.ops.convert_to_numpy(v)) for v in self.variables]
-        self._results = tf.function(self._results_of, autograph=False)
+        self._results = tf.function(functools.partial(self._results_of, by_name=False), autograph=False)
+        self._results_by_name = tf.function(functools.partial(self._results_of, by_name=True), autograph=False)
 
     def starts(self) -> list[np.ndarray[Any, Any]]:
         """Returns the states after a reset."""
@@ -303,13 +312,23 @@ class MetricStates:
                 result += [np.asarray(value) for value in merge(metric, both)]
         return result
 
-    def _results_of(self, states: Sequence[tf.Tensor]) -> dict[str, Any]:
+    def _results_of(self, states: Sequence[tf.Tensor], *, by_name: bool) -> dict[str, Any]:
         with CaptureScope(list(zip(self.variables, states, strict=True))):
-            return dict(self._model.get_metrics_result())
+            return results_by_name(self._model) if by_name else as_tensors(dict(self._model.get_metrics_result()))
 
-    def results(self, states: Sequence[np.ndarray[Any, Any]]) -> dict[str, Any]:
-        """Returns what the metrics show in these states."""
-        return internals.PYTHONIFY.find()(self._results([tf.constant(s) for s in states]))
+    def logs(self, states: Sequence[np.ndarray[Any, Any]], own: dict[str, tuple[bool, Any]]) -> dict[str, Any]:
+        """Returns what the metrics show in these states, or what a step of the user's own logs in their place.
+
+        Args:
+            states: Of all rows so far.
+            own: name -> (whether it is what a metric of that name showed in the closure, the value); empty for Keras'
+                own steps.
+        """
+        tensors = [tf.constant(state) for state in states]
+        if not own:
+            return internals.PYTHONIFY.find()(self._results(tensors))
+        shown = self._results_by_name(tensors)
+        return internals.PYTHONIFY.find()({name: shown[name] if own[name][0] else own[name][1] for name in own})
 
     def assign(self, states: Sequence[np.ndarray[Any, Any]]) -> None:
         for variable, state in zip(self.variables, states, strict=True):
@@ -332,7 +351,7 @@ class StepsOnWorker:
         self._model, self.kind = model, kind
         self._step = {"train": model.train_step, "test": model.test_step}[kind]
         self.states = MetricStates(model)
-        self._own: list[tuple[str, tuple[int, ...]]] = []
+        self._own: list[tuple[str, Any]] = []  # names of the user's own logs, and their specs
         self._on_batches: dict[str, Any] = {}
         self.traced_on_iterator = tf.function(self._run_on_iterator, autograph=False, reduce_retracing=True)
         # Traced once, however many steps a closure has.
@@ -348,11 +367,25 @@ class StepsOnWorker:
             logs: dict[str, Any] = {}
             for batch in batches:
                 logs, states = self._traced_step(batch, states)
-            results = set(self._model.get_metrics_result())
-            own = {} if set(logs) <= results else {name: logs[name] for name in sorted(logs)}
-            self._own = [(name, tuple(tf.convert_to_tensor(value).shape)) for name, value in own.items()]
-            parts = [tf.reshape(tf.cast(part, tf.float64), [-1]) for part in (*states, *own.values())]
-            return tf.concat([tf.zeros([0], tf.float64), *parts], 0)
+            parts = list(states)
+            if not internals.has_stock_steps(self._model):
+                parts += self._own_logs(logs, states)
+            return tf.concat([tf.zeros([0], tf.float64), *(tf.reshape(tf.cast(p, tf.float64), [-1]) for p in parts)], 0)
+
+    def _own_logs(self, logs: dict[str, Any], states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """Returns, for each name, whether it is a metric's value, and the values."""
+        with CaptureScope(list(zip(self.states.variables, states, strict=True))):
+            shown = results_by_name(self._model)
+        self._own, parts = [], []
+        for name in sorted(logs):
+            values = tf.nest.map_structure(tf.convert_to_tensor, logs[name])
+            flat = tf.nest.flatten(values)
+            known = name in shown and same_structure(shown[name], values)
+            parts += [all_equal(flat, tf.nest.flatten(shown[name])) if known else tf.constant(False), *flat]
+            self._own.append(
+                (name, tf.nest.map_structure(lambda value: tf.TensorSpec(value.shape, value.dtype), values))
+            )
+        return parts
 
     def _run_on_iterator(self, iterator: Any, worker: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
         """At most `steps` steps on what the worker's own iterator yields."""
@@ -389,8 +422,10 @@ class StepsOnWorker:
             internals.native(counter).assign_add(more)
         return logs or {}, states
 
-    def unpack(self, vector: np.ndarray[Any, Any]) -> tuple[list[np.ndarray[Any, Any]], dict[str, Any]]:
-        """Returns (metric states, what else was logged) of what the traced function returned."""
+    def unpack(
+        self, vector: np.ndarray[Any, Any], *, with_own: bool = True
+    ) -> tuple[list[np.ndarray[Any, Any]], dict[str, tuple[bool, Any]]]:
+        """Returns (metric states, the user's own logs as of `MetricStates.logs`) of what a traced function returned."""
         position = 0
 
         def take(shape: Sequence[int], dtype: Any) -> np.ndarray[Any, Any]:
@@ -401,4 +436,8 @@ class StepsOnWorker:
             return part
 
         states = [take(v.shape, v.dtype) for v in self.states.variables]
-        return states, {name: take(shape, "float64") for name, shape in self._own}
+        own: dict[str, tuple[bool, Any]] = {}
+        for name, specs in self._own if with_own else ():
+            is_metric = bool(take((), "float64"))
+            own[name] = is_metric, tf.nest.map_structure(lambda spec: take(spec.shape, "float64"), specs)
+        return states, own

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -136,3 +137,34 @@ def cannot_be_merged(wrong: dict[str, str]) -> str:
         f"the number in result(); or give the metric class a method {HOOK}(self, states) that returns the merged "
         "values, one per variable, from a list of values of each task; or compute it from predict() in a callback"
     )
+
+
+def results_by_name(model: Any) -> dict[str, Any]:
+    """Returns results as Keras' own step logs them, and under each metric's name as its guides do."""
+    results = {**{metric.name: metric.result() for metric in model.metrics}, **model.get_metrics_result()}
+    return as_tensors(results)
+
+
+def as_tensors(results: Any) -> Any:
+    """Returns values as they are now: a metric may return its variable itself, which may hold another one later."""
+    # Keras 3.12 gives some as Python numbers, which are not float32.
+    return keras.tree.map_structure(lambda r: r if isinstance(r, float) else tf.convert_to_tensor(r), results)
+
+
+def same_structure(one: Any, other: Any) -> bool:
+    """Whether two logs hold values in the same places."""
+    try:
+        tf.nest.assert_same_structure(one, other)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def all_equal(values: Sequence[tf.Tensor], others: Sequence[Any]) -> tf.Tensor:
+    """Returns, as a scalar, whether two lists hold the same numbers."""
+    equal = tf.constant(True)
+    for value, other in zip(values, others, strict=True):
+        other = tf.cast(other, value.dtype)
+        both = (value == other) | ((value != value) & (other != other))  # NaN is NaN's equal here
+        equal &= tf.reduce_all(both)
+    return equal

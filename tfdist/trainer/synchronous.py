@@ -29,7 +29,7 @@ from tfdist.trainer.agreement import Agreement, shared_variables
 from tfdist.trainer.building import build, build_by_calling, without_optionals
 from tfdist.trainer.function import StepFunction, Steps
 from tfdist.trainer.inputs import Input, seed_of_fit
-from tfdist.trainer.metrics import States, cannot_be_merged
+from tfdist.trainer.metrics import States, all_equal, as_tensors, cannot_be_merged, results_by_name, same_structure
 from tfdist.trainer.passes import Pass
 from tfdist.trainer.reduction import Alone, Reduction, ThroughGroup
 from tfdist.trainer.refusals import refuse
@@ -387,7 +387,7 @@ class SynchronousEngine:
         own = states.to_sum([tf.identity(local_component(internals.native(v))) for v in states.variables])
         whole = states.merged(self._host.sum(own, tag) if own else [])
         with CaptureScope(list(zip(states.variables, whole, strict=True))):
-            return _as_tensors(model.get_metrics_result())
+            return as_tensors(model.get_metrics_result())
 
     def sum_of_states(self, mine: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Returns the sum over tasks of a metric's state that code outside a step reads, on every task."""
@@ -469,20 +469,20 @@ def _global_logs(
     on some task counts as a number.
     """
     with CaptureScope(list(zip(states.variables, values, strict=True))):
-        local = _as_tensors(model.get_metrics_result())
+        local = as_tensors(model.get_metrics_result())
         # A step of the user's own may log its loss where no metric has seen it.
         sure = set(logs) == set(local) and internals.has_stock_steps(model)
-        local = local if sure else _results_by_name(model)
+        local = local if sure else results_by_name(model)
     keys = sorted(logs)
     flat = {key: [tf.convert_to_tensor(leaf) for leaf in tf.nest.flatten(logs[key])] for key in keys}
-    named = [key for key in keys if key in local and _same_structure(local[key], logs[key])]
-    questions = [] if sure else [_all_equal(flat[key], tf.nest.flatten(local[key])) | ~step.live for key in named]
+    named = [key for key in keys if key in local and same_structure(local[key], logs[key])]
+    questions = [] if sure else [all_equal(flat[key], tf.nest.flatten(local[key])) | ~step.live for key in named]
     numbers = [leaf for key in keys if key not in named or not sure for leaf in flat[key]]
     weighted = [step.weigh(leaf) for leaf in map(_floating, numbers)]
     answers = [tf.cast(question, tf.float32) for question in questions]
     sums = iter(step.sum_on_host([*states.to_sum(values), *answers, *weighted], "logs"))
     with CaptureScope(list(zip(states.variables, states.merged([next(sums) for _ in states.variables]), strict=True))):
-        whole = _as_tensors(model.get_metrics_result()) if sure else _results_by_name(model)
+        whole = as_tensors(model.get_metrics_result()) if sure else results_by_name(model)
     is_metric = {key: next(sums) == step.size for key, _ in zip(named, questions, strict=False)}
     result: dict[str, Any] = {}
     for key in keys:
@@ -495,35 +495,6 @@ def _global_logs(
             means = [tf.where(is_metric[key], tf.cast(m, n.dtype), n) for m, n in zip(merged, means, strict=True)]
         result[key] = tf.nest.pack_sequence_as(logs[key], means)
     return result
-
-
-def _results_by_name(model: Any) -> dict[str, Any]:
-    """Results as Keras' own step logs them, and under each metric's name as its guides do."""
-    results = {**{metric.name: metric.result() for metric in model.metrics}, **model.get_metrics_result()}
-    return _as_tensors(results)
-
-
-def _as_tensors(results: Any) -> Any:
-    """Values as they are now: a metric may return its variable itself, which holds this task's own once read later."""
-    # Keras 3.12 gives some as Python numbers, which are not float32.
-    return keras.tree.map_structure(lambda r: r if isinstance(r, float) else tf.convert_to_tensor(r), results)
-
-
-def _same_structure(one: Any, other: Any) -> bool:
-    try:
-        tf.nest.assert_same_structure(one, other)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _all_equal(values: Sequence[tf.Tensor], others: Sequence[Any]) -> tf.Tensor:
-    equal = tf.constant(True)
-    for value, other in zip(values, others, strict=True):
-        other = tf.cast(other, value.dtype)
-        both = (value == other) | ((value != value) & (other != other))  # NaN is NaN's equal here
-        equal &= tf.reduce_all(both)
-    return equal
 
 
 def _floating(value: tf.Tensor) -> tf.Tensor:
