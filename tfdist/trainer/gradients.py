@@ -8,11 +8,9 @@ that call out, so its gradients are weighed just before they are summed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import keras
 import tensorflow as tf
 
 from tfdist.errors import UnsupportedError
@@ -76,10 +74,7 @@ class Gradients:
         clipping.
         """
         if self._applying:  # LossScaleOptimizer and MultiOptimizer call the optimizers inside them
-            gradients = self._after_sums(list(gradients))
-            result = apply(optimizer, gradients, variables)
-            self._wait_for_sums_inside(gradients, variables or internals.trainable_variables(optimizer))
-            return result
+            return apply(optimizer, gradients, variables)
         variables = None if variables is None else list(variables)
         build_in_scope(optimizer, variables)
         is_weighed = any(scaled is optimizer for scaled in self._scaled)
@@ -92,16 +87,13 @@ class Gradients:
                 g if internals.is_overwritten_by_gradient(v) else self._weighed(g, is_weighed)
                 for g, v in zip(self._with_largest(gradients, known), known, strict=True)
             ]
-            gradients = self._after_sums(gradients)
         else:
             gradients = self.merge(gradients, known, is_weighed)
         self._applying = True
         try:
-            result = apply(optimizer, gradients, variables)
-            self._wait_for_sums_inside(gradients, known)
+            return apply(optimizer, gradients, variables)
         finally:
             self._applying = self._deferred = False
-        return result
 
     def _require_one_kind(self, is_weighed: bool) -> None:
         self._applied_kinds.add(is_weighed)
@@ -111,30 +103,6 @@ class Gradients:
                 "BatchNormalization(synchronized=True), whose gradients can't then be told apart; use "
                 "LossScaleOptimizer for all optimizers of the step or for none"
             )
-
-    def _after_sums(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Lets the sum that an accumulating optimizer has in a tf.cond wait for all that came before."""
-        if not self._deferred:
-            return gradients
-        with self._step.after_sums():
-            return [
-                None if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True) for g in gradients
-            ]
-
-    def _wait_for_sums_inside(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """Sums that follow wait for the one that an accumulating optimizer has in a tf.cond.
-
-        TensorFlow orders a tf.cond only by the variables that it writes, so without this tasks could send in different
-        orders.
-        """
-        if not self._deferred:
-            return
-        pairs = zip(gradients, variables, strict=True)
-        written = [v for g, v in pairs if g is not None and not internals.is_overwritten_by_gradient(v)]
-        if written:
-            smallest = min(written, key=lambda v: math.prod(v.shape))
-            native = internals.native(smallest) if isinstance(smallest, keras.Variable) else smallest
-            self._step.wait_for(tf.identity(native))
 
     # -- sums
 

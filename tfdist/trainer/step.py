@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -129,8 +129,6 @@ class Step:
         self._moving: list[tuple[Any, tf.Tensor]] = []
         self._captured: list[Any] = []
         self._forbidden: type[Exception] | None = None
-        self._after: list[tf.Tensor] = []  # sums wait for these
-        self._latest: list[tf.Tensor] = []  # what the last sum gave
         # A tensor of the step's own graph: TensorFlow can't take the gradient of a tf.cond that reads an eager one.
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
         self._turns: Any = None if graph is None else graph.capture(_turns().handle)
@@ -174,15 +172,11 @@ class Step:
         """Sums over tasks, after every earlier sum of this step."""
         if self._forbidden is not None:
             raise self._forbidden(tag)
-        with self._its_turn():
-            return self._noted(self._reduction.sum(tensors, tag))
+        return self._in_order(lambda: self._reduction.sum(tensors, tag))
 
     def sum_on_host(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         """The same for states of metrics, which never need a device."""
-        if not tensors:
-            return []
-        with self._its_turn():
-            return self._noted(self._host.sum(tensors, tag))
+        return self._in_order(lambda: self._host.sum(tensors, tag)) if tensors else []
 
     # -- running it
 
@@ -238,19 +232,13 @@ class Step:
     def max(self, tensors: Sequence[tf.Tensor], tag: str) -> list[tf.Tensor]:
         """Returns the largest of each tensor's values over the tasks that have rows."""
         lowest = [tf.where(self.live, t, t.dtype.min) for t in tensors]
-        if not lowest:
-            return []
-        with self._its_turn():
-            return self._noted(self._host.max(lowest, tag))
+        return self._in_order(lambda: self._host.max(lowest, tag)) if lowest else []
 
     def gather(self, slices: tf.IndexedSlices, tag: str) -> tf.IndexedSlices:
         """Returns the rows of all tasks that have some, in task order."""
         if self._forbidden is not None:
             raise self._forbidden(tag)
-        with self._its_turn():
-            gathered = self._reduction.gather(slices, self.live, tag)
-        self._noted([gathered.values])
-        return gathered
+        return self._in_order(lambda: self._reduction.gather(slices, self.live, tag))
 
     def gather_rows(self, tensors: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], Callable[[tf.Tensor], tf.Tensor]]:
         """Returns each tensor with the rows of all tasks, and a function that takes this task's rows of such a tensor.
@@ -263,9 +251,8 @@ class Step:
 
         def gather(parts: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             nonlocal start
-            with self._its_turn():
-                wholes, start = self._host.gather_rows(parts, self.live, "rows of the whole batch")
-            return self._noted(wholes)
+            wholes, start = self._in_order(lambda: self._host.gather_rows(parts, self.live, "rows of the whole batch"))
+            return wholes
 
         def own_rows(whole: tf.Tensor, count: tf.Tensor) -> tf.Tensor:
             return whole[start : start + count]
@@ -294,33 +281,15 @@ class Step:
         rows = tf.where(self.live, tf.shape(tensors[0])[0], 0)
         return result, lambda whole: own_rows(whole, rows)
 
-    def wait_for(self, tensor: tf.Tensor) -> None:
-        """Sums that follow wait for this tensor, and no longer for an earlier one."""
-        self._after = [tensor]
-
-    def _its_turn(self) -> Any:
-        """What is made inside runs after every earlier sum of the step, also after those inside a tf.cond."""
+    def _in_order(self, make: Callable[[], Any]) -> Any:
+        """Returns the tensors that `make` makes, after every earlier sum of the step and before every later one."""
         if tf.executing_eagerly():
-            return nullcontext()
-        turn = tf.raw_ops.ReadVariableOp(resource=self._turns, dtype=tf.int64)
-        return tf.control_dependencies([*self._after, turn])
-
-    def _noted(self, sums: list[tf.Tensor]) -> list[tf.Tensor]:
-        if not tf.executing_eagerly():
-            with tf.control_dependencies(sums):
-                tf.raw_ops.AssignAddVariableOp(resource=self._turns, value=tf.constant(1, tf.int64))
-        self._latest = sums
-        return sums
-
-    def after_sums(self) -> Any:
-        """Operations made inside wait for all earlier sums.
-
-        TensorFlow runs the sums of one graph in the order in which they were made, but not one inside a tf.cond.
-        """
-        if tf.executing_eagerly():
-            return nullcontext()
-        graph = tf.compat.v1.get_default_graph()
-        return tf.control_dependencies([t for t in (*self._after, *self._latest) if t.graph is graph])
+            return make()
+        with tf.control_dependencies([tf.raw_ops.ReadVariableOp(resource=self._turns, dtype=tf.int64)]):
+            made = make()
+        with tf.control_dependencies(tf.nest.flatten(made, expand_composites=True)):
+            tf.raw_ops.AssignAddVariableOp(resource=self._turns, value=tf.constant(1, tf.int64))
+        return made
 
     def if_live(self, tensor: Any) -> tf.Tensor:
         """Returns the tensor; of a task without rows exactly 0, whatever its stand-in row gave (even NaN)."""
