@@ -42,7 +42,7 @@ def make_strategy(resolver: Any, *, seed: int, step_timeout_s: float) -> tf.dist
     # Never a variable_partitioner: Keras 3 can neither train nor save the sharded variables that it makes.
     strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=None)
     placement = Placement(internals.num_ps(strategy))
-    internals.place(strategy, lambda shape, dtype, name: placement.choose(shape, dtype.size, name))
+    internals.place(strategy, placement.choose)
     engine = AsynchronousEngine(strategy, placement, seed=seed, step_timeout_s=step_timeout_s)
     dispatch.register(strategy, engine)
     return strategy

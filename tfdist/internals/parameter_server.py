@@ -42,35 +42,29 @@ def failed_ps(error: BaseException) -> list[int]:
     return sorted({int(number) for number in re.findall(r"/job:ps/replica:0/task:([0-9]+)", str(error))})
 
 
-def stop(coordinator: Any) -> None:
-    """Ends a coordinator's threads, which otherwise live as long as the process."""
-    coordinator._cluster.stop()
-
-
-def per_worker_iterators(coordinator: Any, make: Callable[[int, int], tf.data.Dataset]) -> tuple[Any, Any, Any]:
-    """Returns (iterators, indices of the workers, element_spec), the first two as arguments of closures.
+def per_worker_iterators(coordinator: Any, make: Callable[[int, int], tf.data.Dataset]) -> tuple[Any, Any]:
+    """Returns (iterators, indices of the workers), as arguments of closures.
 
     TensorFlow's own `create_per_worker_dataset` calls its function once, with the context of worker 0 of 1, for all
     workers (parameter_server_strategy_v2.py, `_distribute_datasets_from_function`).
     """
     workers = coordinator._cluster.workers
-    iterators, indices, spec = [], [], None
+    iterators, indices = [], []
     for worker in workers:
         made = tf.function(functools.partial(make, worker.worker_index, len(workers)), autograph=False)
         concrete = made.get_concrete_function()
-        spec = concrete.structured_outputs.element_spec
         iterator = worker.create_resource(lambda concrete=concrete: iter(concrete()))
-        iterator._type_spec = iterator_ops.IteratorSpec(spec)
+        iterator._type_spec = iterator_ops.IteratorSpec(concrete.structured_outputs.element_spec)
         index = worker.create_resource(lambda i=worker.worker_index: tf.constant(i))
         index._type_spec = tf.TensorSpec([], tf.int32)
         iterators.append(iterator)
         indices.append(index)
     values = coordinator_values.PerWorkerValues
-    return values(tuple(iterators)), values(tuple(indices)), spec
+    return values(tuple(iterators)), values(tuple(indices))
 
 
-def place(strategy: Any, choose: Callable[[Sequence[int], tf.DType, str], int]) -> None:
-    """Lets `choose(shape, dtype, name)` say on which parameter server each further variable is made.
+def place(strategy: Any, choose: Callable[[Sequence[int], int], int]) -> None:
+    """Lets `choose(shape, bytes of an item)` say on which parameter server each further variable is made.
 
     TensorFlow takes turns, whatever the variables' sizes (parameter_server_strategy_v2.py,
     `_create_variable_round_robin`); an optimizer's slots go where their variable is.
@@ -79,7 +73,7 @@ def place(strategy: Any, choose: Callable[[Sequence[int], tf.DType, str], int]) 
 
     def create(next_creator: Callable[..., Any], **kwargs: Any) -> Any:
         shape, dtype = _shape_and_dtype(kwargs)
-        index = choose(shape, dtype, kwargs.get("name") or "Variable")
+        index = choose(shape, dtype.size)
         with ops.colocate_with(None, ignore_existing=True), tf.device(f"/job:ps/task:{index}/device:CPU:0"):
             variable = next_creator(**kwargs)
         extended._variable_count += 1

@@ -34,10 +34,10 @@ from tfdist.trainer.metrics import (
     all_equal,
     as_tensors,
     cannot_be_merged,
-    groups,
     merge,
     results_by_name,
     same_structure,
+    separate_groups,
 )
 from tfdist.trainer.passes import Pass
 from tfdist.trainer.refusals import refuse_under_parameter_servers
@@ -58,7 +58,6 @@ class AsynchronousEngine:
         placement: Where they are.
         seed: For scripts that set none: the order of shuffled arrays follows from it.
         step_timeout_s: If no step ends in this time, the run ends with an error.
-        silent: Returns the names of the tasks that are not heard of, for messages.
     """
 
     def __init__(
@@ -68,10 +67,9 @@ class AsynchronousEngine:
         *,
         seed: int = 0,
         step_timeout_s: float = process.DEFAULT_STEP_TIMEOUT_S,
-        silent: Callable[[], str] = str,
     ) -> None:
         self.strategy, self._placement, self._seed, self.step_timeout_s = strategy, placement, seed, step_timeout_s
-        self.coordination = Coordination(strategy, step_timeout_s=step_timeout_s, silent=silent)
+        self.coordination = Coordination(strategy, step_timeout_s=step_timeout_s)
         self.agreement = Agreement(None)
         self.size, self.index, self.is_chief = 1, 0, True
         self._has_said_the_plan = False
@@ -282,12 +280,7 @@ class MetricStates:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        seen: set[int] = set()
-        self._groups: list[tuple[Any, list[Any]]] = []
-        for metric, variables in groups(model.metrics):
-            mine = [variable for variable in variables if id(variable) not in seen]
-            seen |= {id(variable) for variable in mine}
-            self._groups.append((metric, mine))
+        self._groups = separate_groups(model.metrics)
         self.variables = [variable for _, variables in self._groups for variable in variables]
         # Most start at zero, but only a reset tells.
         model.reset_metrics()

@@ -55,12 +55,10 @@ class PerWorker:
     Attributes:
         iterators: As an argument of a closure: the iterator of the worker that runs it.
         indices: As an argument of a closure: the index of that worker.
-        element_spec: What the iterators yield.
     """
 
     iterators: Any
     indices: Any
-    element_spec: Any
 
 
 class Coordination:
@@ -69,23 +67,13 @@ class Coordination:
     Args:
         strategy: The strategy in whose scope the variables were made.
         step_timeout_s: If no closure ends in this time, the run ends with an error.
-        silent: Returns the names of the tasks that are not heard of, for messages.
-        closures_per_worker: How many closures are scheduled ahead for each worker.
     """
 
-    def __init__(
-        self,
-        strategy: Any,
-        *,
-        step_timeout_s: float,
-        silent: Callable[[], str] = str,
-        closures_per_worker: int = CLOSURES_PER_WORKER,
-    ) -> None:
+    def __init__(self, strategy: Any, *, step_timeout_s: float) -> None:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
         self.workers = internals.num_workers(strategy)
-        self._step_timeout_s, self._silent = step_timeout_s, silent
-        self.in_flight = closures_per_worker * self.workers
-        self.retries = 0
+        self._step_timeout_s = step_timeout_s
+        self.in_flight = CLOSURES_PER_WORKER * self.workers
         self._scheduled: queue.SimpleQueue[tuple[Closure, Any, queue.SimpleQueue[Any]]] = queue.SimpleQueue()
         self._waiters: list[threading.Thread] = []
 
@@ -161,7 +149,6 @@ class Coordination:
             except tf.errors.OpError as error:
                 if not internals.is_worker_failure(error):
                     raise
-                self.retries += 1
                 time.sleep(RETRY_S)
 
     def _next(self, finished: queue.SimpleQueue[Any], open_closures: int) -> Any:
@@ -172,10 +159,7 @@ class Coordination:
                 return finished.get(timeout=pause)
             except queue.Empty:
                 waited = time.monotonic() - begun
-                who = self._silent()
                 what = f"{open_closures} closures of {self.workers} workers are open, and none ended for {waited:.0f} s"
-                if who:
-                    what += f"; {who}"
                 if waited >= self._step_timeout_s:
                     raise WaitError(
                         f"{what}; longer than the step time-out of {self._step_timeout_s:g} s "

@@ -53,6 +53,17 @@ def groups(metrics: Any) -> Iterator[tuple[Any, list[Any]]]:
         yield from groups(inside)
 
 
+def separate_groups(metrics: Any) -> list[tuple[Any, list[Any]]]:
+    """Returns the same with each variable once, also where several metrics hold it."""
+    seen: set[int] = set()
+    found: list[tuple[Any, list[Any]]] = []
+    for metric, variables in groups(metrics):
+        mine = [variable for variable in variables if id(variable) not in seen]
+        seen |= {id(variable) for variable in mine}
+        found.append((metric, mine))
+    return found
+
+
 class States:
     """How the states of a model's metrics cross tasks: all travel in one sum.
 
@@ -70,12 +81,7 @@ class States:
         self, metrics: Any, index: int, size: int, starts: Sequence[tuple[Any, np.ndarray[Any, Any]]] = ()
     ) -> None:
         self._index, self._size = index, size
-        seen: set[int] = set()
-        self._groups: list[tuple[Any, list[Any]]] = []
-        for metric, variables in groups(metrics):
-            mine = [variable for variable in variables if id(variable) not in seen]
-            seen |= {id(variable) for variable in mine}
-            self._groups.append((metric, mine))
+        self._groups = separate_groups(metrics)
         self._starts = {id(variable): start for variable, start in starts}
         self.variables = [variable for _, variables in self._groups for variable in variables]
 
