@@ -23,7 +23,7 @@ def summary(model: Any) -> dict[str, Any]:
         lookup = internals.lookup_of(layer)
         if callable(getattr(lookup, "get_vocabulary", None)):
             words = [str(word) for word in lookup.get_vocabulary()]
-            found[f"vocabulary of {layer.name} (size, checksum)"] = [len(words), _checksum(json.dumps(words).encode())]
+            found[f"vocabulary of {layer.name} (size, checksum)"] = [len(words), zlib.crc32(json.dumps(words).encode())]
             weights = getattr(lookup, "idf_weights", None)
             if weights is not None:
                 found[f"document frequencies of {layer.name} (checksum)"] = _checksum_of(weights)
@@ -38,8 +38,4 @@ def summary(model: Any) -> dict[str, Any]:
 
 
 def _checksum_of(value: Any) -> int:
-    return _checksum(np.ascontiguousarray(keras.ops.convert_to_numpy(value)).tobytes())
-
-
-def _checksum(data: bytes) -> int:
-    return zlib.crc32(data)
+    return zlib.crc32(np.ascontiguousarray(keras.ops.convert_to_numpy(value)).tobytes())

@@ -46,8 +46,7 @@ def check_same(what: Any, name: str = "check_same") -> None:
     if isinstance(what, keras.Model):
         variables = shared_variables(what)
     elif hasattr(what, "variables"):
-        apart = {id(variable) for variable in internals.accumulators(what)}
-        variables = [variable for variable in what.variables if id(variable) not in apart]
+        variables = _variables_of(what)
     else:
         variables = list(what)
     Agreement(current.group).check_variables(variables, name)
@@ -103,8 +102,8 @@ class Agreement:
                 if name.endswith(CHECKSUM):
                     raise MismatchError(
                         f"{call}: the {name.removesuffix(CHECKSUM)} are not the same on {self.group.tasks[0]} and "
-                        f"{task}; give every task the same data in the same order, whole: each takes its rows of every "
-                        "batch by itself"
+                        f"{task}; every task must run the same script with the same arguments and data, whole and in "
+                        "the same order: each takes its rows of every batch by itself"
                     )
                 raise MismatchError(
                     f"{call}: {name} is {value!r} on {self.group.tasks[0]} and {theirs.get(name)!r} on {task}; "
@@ -237,11 +236,15 @@ class Agreement:
 
 def shared_variables(model: Any) -> list[Any]:
     """Returns the variables of a model and its optimizer that are the same on every task between two steps."""
-    optimizer = getattr(model, "optimizer", None)
-    kept = [] if optimizer is None else internals.accumulators(optimizer)
-    apart = {id(variable) for variable in kept}
-    every = [*model.variables, *(optimizer.variables if optimizer is not None else []), *_unknown_to_keras(model)]
-    return [variable for variable in every if id(variable) not in apart]
+    return [*model.variables, *_variables_of(getattr(model, "optimizer", None)), *_unknown_to_keras(model)]
+
+
+def _variables_of(optimizer: Any) -> list[Any]:
+    """Returns those that are the same on every task: not the sums of gradients, of which each keeps its part."""
+    if optimizer is None:
+        return []
+    apart = {id(variable) for variable in internals.accumulators(optimizer)}
+    return [variable for variable in optimizer.variables if id(variable) not in apart]
 
 
 def _unknown_to_keras(model: Any) -> list[Any]:

@@ -42,12 +42,12 @@ def build_by_calling(model: Any, element_spec: Any, strategy: Any) -> None:
 def symbolic(specs: Any) -> Any:
     """tf.data's specs as KerasTensors, None where the data holds None."""
 
-    def symbolic(spec: Any) -> Any:
+    def as_keras_tensor(spec: Any) -> Any:
         if not isinstance(spec, (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)):
             return None
         return keras.KerasTensor((None, *spec.shape[1:]), spec.dtype.name)
 
-    return keras.tree.map_structure(symbolic, specs)
+    return keras.tree.map_structure(as_keras_tensor, specs)
 
 
 def without_optionals(data: Any) -> Any:
