@@ -178,7 +178,8 @@ def test_the_first_cause_is_blamed_also_when_who_told_us_has_ended(start):
 
 
 def test_a_stopped_task_is_named_after_the_heartbeat_time_and_told_when_it_goes_on(start):
-    tasks = start(2, WAIT_FOR_EACH_OTHER + "group.barrier('end')", heartbeat_timeout_s=1.0)
+    # Worker 0 has sent its part of 'end' before it gives up, so that worker 1 may get through, but no further.
+    tasks = start(2, WAIT_FOR_EACH_OTHER + "group.barrier('end')\ngroup.barrier('next')", heartbeat_timeout_s=1.0)
     tasks.expect(1, "ready")
     tasks.expect(0, "ready")
     stopped_at = tasks.signal(1, signal.SIGSTOP)
