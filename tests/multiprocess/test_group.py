@@ -272,7 +272,7 @@ def test_a_task_that_ends_does_not_hang_and_is_named(start, ending, code, words)
 
 
 def test_control_c_ends_a_wait_and_the_others_are_told(start):
-    tasks = start(2, "if index == 1:\n    wait()\ngroup.barrier('end')")
+    tasks = start(2, "if index == 1:\n    wait()\ngroup.barrier('end')\ngroup.barrier('next')")
     tasks.expect(0, "worker 0 is waiting for worker 1 in barrier 'end'")
     tasks.signal(0, signal.SIGINT)
     tasks.expect(0, "KeyboardInterrupt")
