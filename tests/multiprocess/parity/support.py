@@ -58,8 +58,8 @@ whatever else the feature is about.
   bits. The last column is the largest there was.
 - **rule**: right by the rule stated below the table, which is another one than that of one process; all tasks hold the
   same bits.
-- an empty place: not run there. Four tasks and the ring run a core of the cases, since they differ from the others in
-  their number and in the way of a sum alone.
+- an empty place: not run there. Four tasks, `"synchronous"` and the ring run a core of the cases, since they differ
+  from the others in their number, in how they start, and in the way of a sum alone.
 
 Under `ParameterServerStrategy` (`--ps N`) each worker trains on batches of its own at its own pace, so that weights are
 those of one process with one worker alone; `fit`, `evaluate`, `predict`, saving and checkpoints work there, and steps,
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
         if unknown:
             sys.exit(f"there is no case {unknown[0]}")
         wanted = named or [name for name in CASES if "--all" in arguments or name not in measured["cases"]]
-        kept = {name: value for name, value in measured["cases"].items() if name in CASES}
+        kept = {name: _of_runs(name, value) for name, value in measured["cases"].items() if name in CASES}
         if wanted:
             kept.update(_measure(wanted))
         measured = {"versions": _versions(), "cases": {name: kept[name] for name in CASES if name in kept}}
@@ -122,6 +122,13 @@ def _measure(wanted: Sequence[str]) -> dict[str, dict[str, Any]]:
                 if not right:
                     print(f"WRONG: {case} on {name}: {comparisons[0]}\n{log if not ended else ''}", flush=True)
     return found
+
+
+def _of_runs(case: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what was found in the runs that the case still belongs to."""
+    from parity.matrix import RUNS
+
+    return {name: value for name, value in found.items() if name in RUNS and case in RUNS[name].cases}
 
 
 def _new(folder: str, name: str) -> Path:
