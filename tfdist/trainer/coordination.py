@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 
@@ -61,13 +61,26 @@ class PerWorker:
     indices: Any
 
 
+class Attendance(Protocol):
+    """What the coordinator knows of the other tasks."""
+
+    def missing_workers(self) -> set[int]:
+        """Returns the indices of the workers that are gone or silent now; each may come back."""
+
+
 class Coordination:
     """Runs closures on the workers of a parameter-server strategy.
 
     Args:
         strategy: The strategy in whose scope the variables were made.
         step_timeout_s: If no closure ends in this time, the run ends with an error.
+
+    Attributes:
+        workers: The number of workers.
+        attendance: Who of the tasks is there; None where they are servers of this very process.
     """
+
+    attendance: Attendance | None = None
 
     def __init__(self, strategy: Any, *, step_timeout_s: float) -> None:
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
@@ -119,6 +132,10 @@ class Coordination:
         A worker that is started anew makes its iterator anew, from the beginning.
         """
         return PerWorker(*internals.per_worker_iterators(self._coordinator, make))
+
+    def missing_workers(self) -> set[int]:
+        """Returns the indices of the workers that are gone or silent now; each may come back."""
+        return set() if self.attendance is None else self.attendance.missing_workers()
 
     # -- waiting
 
