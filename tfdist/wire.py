@@ -23,7 +23,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 PROTOCOL = 1
@@ -183,15 +183,24 @@ def greet(sock: socket.socket, *, secret: bytes | None, identity: Mapping[str, A
 
 
 def answer(
-    sock: socket.socket, *, secret: bytes | None, identity: Mapping[str, Any], deadline: float
+    sock: socket.socket,
+    *,
+    secret: bytes | None,
+    identity: Mapping[str, Any] | Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    deadline: float,
 ) -> dict[str, Any]:
-    """Returns the proved identity of the task that connected to us, then proves ours. Raises like `greet`."""
+    """Returns the proved identity of the task that connected to us, then proves ours. Raises like `greet`.
+
+    Args:
+        identity: Ours, or a function that returns what to say to this peer.
+    """
     # A stranger learns nothing from us, not even the protocol, before it has said a right hello.
     theirs = _receive_hello(sock, deadline)
     mine = _hello(sock, secret, deadline)
     nonce = _check_hello(theirs, secret)
     identity_of_peer = _verify(sock, b"connector", secret, nonce + mine, deadline)
-    _prove(sock, b"acceptor", secret, nonce + mine, identity, deadline)
+    words = identity(identity_of_peer) if callable(identity) else identity
+    _prove(sock, b"acceptor", secret, nonce + mine, words, deadline)
     return identity_of_peer
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,9 +23,22 @@ from tfdist.cluster import Task
 from tfdist.collectives import calls, payload
 from tfdist.collectives.calls import Call, Made
 from tfdist.collectives.exchange import Exchange, Link, Reader
-from tfdist.collectives.monitor import BROKEN, LEFT, MAX_BEAT_S, MAX_TEXT, SILENT, ControlLink, Monitor, Trouble
+from tfdist.collectives.monitor import (
+    BROKEN,
+    LEFT,
+    MAX_BEAT_S,
+    MAX_TEXT,
+    SILENT,
+    Changes,
+    ControlLink,
+    Monitor,
+    Trouble,
+)
 from tfdist.collectives.reduction import Array, Op, as_numbers, check_op
 from tfdist.errors import GroupError, MismatchError, PeerLostError, WaitError
+
+if TYPE_CHECKING:
+    from tfdist.collectives.door import Door
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +56,12 @@ class Group:
         index: Which of them this process is.
         task: Its name, `tasks[index]`.
         tasks: All of them, in the order of every result.
+        has_come_back: Whether the others had met before: then it takes part in no call, and knows only of the task that
+            let it in.
+        door: Where tasks of the job that start anew can be let in.
     """
+
+    door: Door | None = None
 
     def __init__(
         self,
@@ -71,8 +89,9 @@ class Group:
         self._leaving = self._closed = False
         self._scratch = payload.Scratch()
         self._links = [Link(i, str(self.tasks[i]), sock) for i, sock in sorted(data.items())]
+        self.has_come_back = self.size > 1 and not self._links
         self._monitor: Monitor | None = None
-        if not self._links:
+        if not control:
             return
         self._monitor = Monitor(control, me=index, timeout_s=heartbeat_timeout_s, beat_s=beat_s, status=self._status)
         self._exchange = Exchange(
@@ -200,12 +219,15 @@ class Group:
             self._leaving = True
             return
         if not self._leaving:
+            if self.door is not None:
+                self.door.close()
             self._leaving = True
             monitor.tell(wire.GOODBYE, {"code": code, "reason": reason[:MAX_TEXT], "step": self._step})
             for link in self._links:
                 # After what was sent before, the peers read the end of the stream: in order, and only if they wait.
                 _shut_down(link.sock)
             monitor.wake()
+            monitor.changes.put(None)
         started, left_s = time.monotonic(), wait_s
         said_so = False
         while left_s > 0 and (missing := monitor.wait_until_over(min(left_s, 1.0))):
@@ -227,6 +249,31 @@ class Group:
         if trouble is None or trouble.clean:
             return "" if trouble is None else trouble.text
         raise PeerLostError(trouble.text, task=self.tasks[index])
+
+    def is_alive(self, index: int, *, wait_s: float) -> bool | None:
+        """Returns whether a peer lives, by what is heard of it from now on; None where that is nothing in this time."""
+        assert self._monitor is not None
+        return self._monitor.is_alive(index, wait_s=wait_s)
+
+    def admit(self, index: int, sock: socket.socket, heartbeat_timeout_s: float) -> None:
+        """Takes a new control connection to a peer, which was started anew, in place of the former one.
+
+        Args:
+            index: Which peer.
+            sock: The connection, after the handshake.
+            heartbeat_timeout_s: Silence after which the peer counts others as lost.
+        """
+        assert self._monitor is not None
+        if self._leaving:
+            sock.close()
+            return
+        self._monitor.admit(ControlLink(index, str(self.tasks[index]), sock), beat_s=heartbeat_timeout_s / 10)
+
+    def changes(self) -> Changes:
+        """Returns a queue of what happens to the peers, from the start on: (index, trouble), (index, None) for one that
+        is there again, and None when this task leaves."""
+        assert self._monitor is not None
+        return self._monitor.changes
 
     def close(self) -> None:
         """Leaves if `leave` was not called, and closes the connections."""
@@ -380,6 +427,8 @@ class Group:
             raise type(self._error)(str(self._error))
         if self._leaving:
             raise GroupError(f"{call}: {self.task} has left the group; no call can follow")
+        if self.has_come_back:
+            raise GroupError(f"{call}: {self.task} came back after the others had met, and takes part in no call")
 
 
 class _Opening:

@@ -3,7 +3,8 @@
 Each task listens at its own address, connects to the tasks before it and accepts those after it; two connections a
 pair, one for data and one for control. Whoever else knocks is logged and dropped. Two tasks that prove to be of one job
 but differ (in the cluster, the versions, or by being the same task twice) end the meeting on both sides at once. The
-meeting is over for nobody before it is over for all.
+meeting is over for nobody before it is over for all. A task that comes after that, having been started anew, may find
+that a task keeps a door open (`door`): then it is let in there, or told why not.
 """
 
 from __future__ import annotations
@@ -16,23 +17,22 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from tfdist import wire
 from tfdist.cluster import Task
+from tfdist.collectives import reception
+from tfdist.collectives.door import NO, YES, Door, Verdict
 from tfdist.collectives.group import Group
 from tfdist.collectives.identity import CHANNELS, Channel, Identity
 from tfdist.collectives.listener import listen, split_address
 from tfdist.collectives.monitor import MAX_BEAT_S, MAX_TEXT, ControlLink, goodbye
+from tfdist.collectives.reception import Arrival, Reception
 from tfdist.errors import GroupError, MeetingError, WaitError
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_S = 10.0
 FIRST_WORD_S, NEXT_WORD_S = 5.0, 10.0
-# Handshakes at a time; strangers beyond wait in the listener's queue.
-MAX_HANDSHAKES = 64
 _RETRY_S, _MAX_RETRY_S = 0.02, 1.0
 
 
@@ -50,6 +50,8 @@ def meet(
 ) -> Group:
     """Returns the connected group once all tasks have come; the port is free again by then.
 
+    Where the others have met already, and one of them keeps a door open, it is the group of a task that came back.
+
     Args:
         cluster_addresses: "host:port" of each task; this task listens on its own.
         tasks: Their names, in the same order on every task.
@@ -62,7 +64,8 @@ def meet(
         fingerprint: What must be equal on all tasks, such as versions.
 
     Raises:
-        MeetingError: A task is missing at the end of the time, does not fit, or this task's port is taken.
+        MeetingError: A task is missing at the end of the time, does not fit, or this task's port is taken; or the
+            others have met, and can not take this task in.
     """
     if len(cluster_addresses) != len(tasks) or not 0 <= index < len(tasks):
         raise ValueError(f"task number {index} of {len(tasks)} tasks with {len(cluster_addresses)} addresses")
@@ -76,14 +79,6 @@ def meet(
     return meeting.run(group_settings)
 
 
-@dataclass(frozen=True)
-class _Arrival:
-    """A connection that is through the handshake."""
-
-    sock: socket.socket
-    identity: Mapping[str, Any]
-
-
 class _Meeting:
     """One task's side of the meeting: threads shake hands, `run` collects the results."""
 
@@ -93,41 +88,33 @@ class _Meeting:
         self._me, self._secret, self._on_wait = me, secret, on_wait
         self._timeout_s, self._started = start_timeout_s, time.monotonic()
         self._deadline = self._started + start_timeout_s
-        self._results: queue.SimpleQueue[_Arrival | MeetingError] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Arrival | MeetingError] = queue.SimpleQueue()
         self._over = threading.Event()
-        self._slots = threading.BoundedSemaphore(MAX_HANDSHAKES)
         self._last_words: dict[int, str] = {}  # by peer: why it is not here yet
         self._dropped = ""  # the last stranger
         self._sockets: dict[tuple[int, Channel], socket.socket] = {}
         self._control: dict[int, ControlLink] = {}
         self._peers: dict[int, Mapping[str, Any]] = {}  # what each said of itself
-        self._listeners: list[socket.socket] = []
-        self._acceptors: list[threading.Thread] = []
+        self._reception: Reception | None = None
+        self._let_in: Arrival | None = None  # the connection to a task that keeps a door open
         self._beat_at = 0.0
 
     def run(self, group_settings: Mapping[str, float]) -> Group:
         me = self._me
         try:
             others = [address for i, address in enumerate(me.addresses) if i != me.index]
-            self._listeners = listen(me.addresses[me.index], others=others, task=me.name)
-            self._acceptors = [self._start(self._accept, listener) for listener in self._listeners]
+            self._reception = Reception(listen(me.addresses[me.index], others=others, task=me.name), self._receive)
             for index in range(me.index):
                 self._start(self._connect, index)
             self._collect()
-            return self._gather(group_settings)
+            return self._gather(group_settings) if self._let_in is None else self._come_back(group_settings)
         except BaseException as error:
             self._abandon(error)
             raise
         finally:
             self._over.set()
-            for listener in self._listeners:
-                with suppress(OSError):  # wakes the thread in accept()
-                    listener.shutdown(socket.SHUT_RDWR)
-            for acceptor in self._acceptors:
-                # Else it might accept on whatever gets the descriptor's number next.
-                acceptor.join()
-            for listener in self._listeners:
-                listener.close()
+            if self._reception is not None:
+                self._reception.close()
             self._drop_late_arrivals()
 
     def _start(self, function: Callable[..., None], *args: Any) -> threading.Thread:
@@ -147,6 +134,7 @@ class _Meeting:
                 try:
                     arrival = self._connect_once(host, port, channel)
                     self._check_index(arrival, index)
+                    self._check_verdict(arrival)
                 except MeetingError as error:
                     self._results.put(error)
                     return
@@ -163,7 +151,7 @@ class _Meeting:
                     self._hand_over(arrival)
                     break
 
-    def _connect_once(self, host: str, port: int, channel: Channel) -> _Arrival:
+    def _connect_once(self, host: str, port: int, channel: Channel) -> Arrival:
         error: OSError = ConnectionRefusedError("no address")
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, protocol)
@@ -171,7 +159,7 @@ class _Meeting:
             try:
                 # Should our temporary port be one that a task wants to listen on, this lets it.
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                sock.settimeout(max(0.1, min(HANDSHAKE_S, self._deadline - time.monotonic())))
+                sock.settimeout(max(0.1, min(reception.HANDSHAKE_S, self._deadline - time.monotonic())))
                 sock.connect(address)
                 if sock.getsockname() == sock.getpeername():
                     # TCP connects a socket to itself when the target happens to be its own temporary port.
@@ -185,26 +173,21 @@ class _Meeting:
                 raise
         raise error
 
-    def _check_index(self, arrival: _Arrival, index: int) -> None:
+    def _check_index(self, arrival: Arrival, index: int) -> None:
         if arrival.identity["index"] != index:
             arrival.sock.close()
             where = f"at {self._me.addresses[index]}, the address of {self._me.tasks[index]},"
             raise MeetingError(f"{where} answers {arrival.identity['task']}")
 
-    def _accept(self, listener: socket.socket) -> None:
-        listener.settimeout(0.2)  # where shutting down does not wake it (macOS)
-        while not self._over.is_set():
-            if not self._slots.acquire(timeout=0.2):
-                continue
-            try:
-                sock, address = listener.accept()
-            except OSError as error:
-                self._slots.release()
-                if not isinstance(error, TimeoutError):
-                    self._over.wait(0.05)  # a shortage of descriptors passes
-                continue
-            wire.close_in_forked_child(sock)
-            self._start(self._receive, sock, address)
+    def _check_verdict(self, arrival: Arrival) -> None:
+        """Raises where the task we connected to keeps a door open, and does not let us in (yet)."""
+        verdict = Verdict.of(arrival.identity)
+        if verdict is None or verdict.answer == YES:
+            return
+        arrival.sock.close()
+        if verdict.answer == NO:
+            raise MeetingError(verdict.why)
+        raise wire.WireError(f"says that {verdict.why}")
 
     def _receive(self, sock: socket.socket, address: tuple[Any, ...]) -> None:
         """Shakes hands with whoever connected."""
@@ -225,15 +208,10 @@ class _Meeting:
                 # Without a secret there are no strangers: this is a task of a job that has one.
                 self._results.put(MeetingError(f"a task at {address[0]} {error}: give all tasks the same secret"))
             elif not self._over.is_set():
-                # Anybody may connect, also a left-over task of an earlier run: no reason to fail.
                 self._dropped = f"a connection from {address[0]}: it {error}"
-                # A health check that only connects may come every second.
-                level = logging.INFO if str(error) == "closed the connection" else logging.WARNING
-                logger.log(level, "%s dropped %s", self._me.name, self._dropped)
-        finally:
-            self._slots.release()
+                reception.log_dropped(self._me.name, self._dropped, error)
 
-    def _hand_over(self, arrival: _Arrival) -> None:
+    def _hand_over(self, arrival: Arrival) -> None:
         arrival.sock.setblocking(False)
         self._results.put(arrival)
         if self._over.is_set():
@@ -241,26 +219,17 @@ class _Meeting:
 
     def _shake_hands(
         self, sock: socket.socket, handshake: Callable[..., dict[str, Any]], channel: Channel | None
-    ) -> _Arrival:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        deadline = min(time.monotonic() + HANDSHAKE_S, self._deadline)
-        identity = self._me.message(channel or "data")
-        theirs = handshake(sock, secret=self._secret, identity=identity, deadline=deadline)
-        difference = self._me.difference(theirs)
-        if difference:
-            sock.close()
-            raise MeetingError(difference)
-        if channel is None and theirs.get("channel") not in CHANNELS:
-            raise wire.WireError(f"asked for the unknown channel {theirs.get('channel')!r}")
-        # Both sides put the connector's word for the channel.
-        return _Arrival(sock, {**theirs, "channel": channel or theirs["channel"]})
+    ) -> Arrival:
+        return reception.shake_hands(
+            sock, handshake, channel, me=self._me, secret=self._secret, deadline=self._deadline
+        )
 
     # In the caller's thread
 
     def _collect(self) -> None:
-        """Waits until every pair is connected."""
+        """Waits until every pair is connected, or a door was found."""
         word_at = self._started + FIRST_WORD_S
-        while missing := self._missing():
+        while self._let_in is None and (missing := self._missing()):
             now = time.monotonic()
             if now >= self._deadline:
                 raise MeetingError(self._missing_text(missing), timed_out=True)
@@ -283,9 +252,12 @@ class _Meeting:
     def _is_here(self, index: int) -> bool:
         return all((index, channel) in self._sockets for channel in CHANNELS)
 
-    def _admit(self, arrival: _Arrival) -> None:
+    def _admit(self, arrival: Arrival) -> None:
         peer = arrival.identity
         index, channel = peer["index"], peer["channel"]
+        if Verdict.of(peer) is not None:
+            self._let_in = arrival
+            return
         known = self._peers.setdefault(index, peer)
         if known.get("incarnation") != peer.get("incarnation"):
             error = MeetingError(f"{peer['task']} is there twice: {known['process']} and {peer['process']}")
@@ -371,7 +343,18 @@ class _Meeting:
             group.close()
             raise
         group.set_step_timeout(group_settings["step_timeout_s"])
+        group.door = Door(group, self._me, self._secret)
         return group
+
+    def _come_back(self, group_settings: Mapping[str, float]) -> Group:
+        """Makes the group of a task that was let in after the meeting: it watches the one that let it in."""
+        assert self._let_in is not None
+        for sock in self._sockets.values():
+            sock.close()
+        peer = self._let_in.identity
+        link = ControlLink(peer["index"], str(peer["task"]), self._let_in.sock)
+        beat_s = min(MAX_BEAT_S, peer["heartbeat_timeout_s"] / 10, self._me.heartbeat_timeout_s / 10)
+        return Group(self._me.tasks, self._me.index, data={}, control=[link], beat_s=beat_s, **group_settings)
 
     def _abandon(self, error: BaseException) -> None:
         """Tells those who are here why this task goes."""
@@ -379,12 +362,14 @@ class _Meeting:
             link.send(wire.GOODBYE, _farewell(error))
         for sock in self._sockets.values():
             sock.close()
+        if self._let_in is not None:
+            self._let_in.sock.close()
 
     def _drop_late_arrivals(self) -> None:
         with suppress(queue.Empty):
             while True:
                 result = self._results.get_nowait()
-                if isinstance(result, _Arrival):
+                if isinstance(result, Arrival):
                     result.sock.close()
 
 

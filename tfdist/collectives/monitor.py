@@ -2,13 +2,15 @@
 
 The end of a process is seen at once (its kernel closes the connection), a stopped process or a lost host when it has
 been silent for the heartbeat time-out, and a peer that leaves says so, with its exit code and reason. When a task finds
-a peer lost it tells the others whom it blames, so that all name the first cause and not each other.
+a peer lost it tells the others whom it blames, so that all name the first cause and not each other. A peer that was
+silent and speaks again is no trouble any more, nor is one whose connection was replaced because it was started anew.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
 import select
 import socket
 import threading
@@ -23,9 +25,13 @@ from tfdist import wire
 logger = logging.getLogger(__name__)
 
 MAX_BEAT_S = 2.0
+ADMIT_S = 1.0
 MAX_TEXT = 4000
 
 DIED, SILENT, LEFT, BROKEN = "died", "silent", "left", "broken"
+
+# (index of a peer, its trouble, or None where it is there again); None at the end.
+Changes = queue.SimpleQueue["tuple[int, Trouble | None] | None"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,12 @@ class ControlLink:
             except OSError:
                 self._clogged = True
 
+    def close(self) -> None:
+        """Closes the connection, also while another thread is about to send."""
+        with self._lock:
+            self._clogged = True
+            self.sock.close()
+
     def receive(self) -> list[wire.Frame]:
         """Returns the frames that have arrived; sets `ended` when no more can come.
 
@@ -107,6 +119,9 @@ class Monitor:
         timeout_s: Silence after which a peer counts as lost.
         beat_s: Time between heartbeats.
         status: Returns what a heartbeat says of this task.
+
+    Attributes:
+        changes: What has happened to the peers.
     """
 
     def __init__(
@@ -123,10 +138,12 @@ class Monitor:
         self._changed = threading.Condition()
         self._troubles: dict[int, Trouble] = {}  # the first of each peer, in the order they came to be known
         self._over: set[int] = set()  # peers that said goodbye or are gone
+        self.changes: Changes = queue.SimpleQueue()
+        self._admitted: queue.SimpleQueue[ControlLink] = queue.SimpleQueue()
         self._stopping = False
         # The exchange polls the first pair's reading end; our own thread the second's.
         self.wake_fd, self._wake_write = _pipe()
-        self._stop_read, self._stop_write = _pipe()
+        self._call_read, self._call_write = _pipe()
         self._thread = threading.Thread(target=self._run, name="tfdist-monitor", daemon=True)
 
     def start(self) -> None:
@@ -154,6 +171,29 @@ class Monitor:
             self._changed.wait_for(lambda: index in self._troubles, timeout=wait_s)
             return self._troubles.get(index)
 
+    def is_alive(self, index: int, *, wait_s: float) -> bool | None:
+        """Returns whether a peer lives, by what is heard of it from now on; None where that is nothing in this time."""
+        asked = time.monotonic()
+
+        def known() -> bool:
+            return index in self._over or self._links[index].heard > asked
+
+        with self._changed:
+            return index not in self._over if self._changed.wait_for(known, timeout=wait_s) else None
+
+    def admit(self, link: ControlLink, *, beat_s: float) -> None:
+        """Lets a new connection to a peer take the place of the former one; it is there on return.
+
+        Args:
+            link: The new connection.
+            beat_s: How often it wants to hear from us at least.
+        """
+        self._beat_s = min(self._beat_s, beat_s)
+        self._admitted.put(link)
+        self._call()
+        with self._changed:
+            self._changed.wait_for(lambda: self._links[link.index] is link, timeout=ADMIT_S)
+
     def said(self, index: int) -> dict[str, Any]:
         """Returns the last heartbeat of a peer."""
         return self._links[index].said
@@ -172,7 +212,7 @@ class Monitor:
     def stop(self) -> None:
         """Ends the thread and closes the connections."""
         self._stopping = True
-        os.write(self._stop_write, b"x")
+        self._call()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         for link in self._links.values():
@@ -180,8 +220,8 @@ class Monitor:
             with suppress(OSError, wire.WireError):
                 link.sock.shutdown(socket.SHUT_WR)
                 link.receive()
-            link.sock.close()
-        for fd in (self.wake_fd, self._wake_write, self._stop_read, self._stop_write):
+            link.close()
+        for fd in (self.wake_fd, self._wake_write, self._call_read, self._call_write):
             os.close(fd)
 
     def _run(self) -> None:
@@ -194,10 +234,19 @@ class Monitor:
 
     def _watch(self) -> None:
         poll = select.poll()
-        poll.register(self._stop_read, select.POLLIN)
-        by_fd = {link.fd: link for link in self._links.values()}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
+        poll.register(self._call_read, select.POLLIN)
+        by_fd: dict[int, ControlLink] = {}
+
+        def watch(link: ControlLink) -> None:
+            by_fd[link.fd] = link
+            poll.register(link.fd, select.POLLIN)
+
+        def forget(link: ControlLink) -> None:
+            if by_fd.pop(link.fd, None) is not None:
+                poll.unregister(link.fd)
+
+        for link in self._links.values():
+            watch(link)
         now = last = next_beat = time.monotonic()
         while not self._stopping:
             if now >= next_beat:
@@ -210,20 +259,28 @@ class Monitor:
                 for link in by_fd.values():
                     link.heard = now
             for fd, _ in events:
-                if fd in by_fd and self._hear(by_fd[fd]):
-                    poll.unregister(fd)
-                    del by_fd[fd]
-            for fd, link in list(by_fd.items()):
-                if now - link.heard > self._timeout_s:
+                if fd == self._call_read:
+                    os.read(fd, 4096)
+                elif self._hear(by_fd[fd]):
+                    forget(by_fd[fd])
+            while not self._admitted.empty():
+                link = self._admitted.get()
+                forget(self._links[link.index])
+                self._replace(link)
+                watch(link)
+            for link in by_fd.values():
+                if now - link.heard > self._timeout_s and link.index not in self._over:
                     text = f"{link.name} has been silent for {now - link.heard:.0f} s (stopped, or its host is lost)"
                     self._note(Trouble(link.index, SILENT, text, link.index))
-                    poll.unregister(fd)
-                    del by_fd[fd]
 
     def _hear(self, link: ControlLink) -> bool:
         """Takes in what a peer sent; returns whether it is gone."""
+        before = link.heard
         try:
-            for frame in link.receive():
+            frames = link.receive()
+            if link.heard > before:
+                self._note_life(link.index)
+            for frame in frames:
                 self._take(link, frame)
         except wire.WireError as error:
             self._note(Trouble(link.index, DIED, f"{link.name} broke the control connection: it {error}", link.index))
@@ -232,6 +289,15 @@ class Monitor:
             text = f"{link.name} is gone: its connection closed without a goodbye (killed or crashed?)"
             self._note(Trouble(link.index, DIED, text, link.index))
         return link.ended
+
+    def _replace(self, link: ControlLink) -> None:
+        with self._changed:
+            former, self._links[link.index] = self._links[link.index], link
+            self._troubles.pop(link.index, None)
+            self._over.discard(link.index)
+            self.changes.put((link.index, None))
+            self._changed.notify_all()
+        former.close()
 
     def _take(self, link: ControlLink, frame: wire.Frame) -> None:
         message = wire.decode(frame.body)
@@ -248,11 +314,28 @@ class Monitor:
 
     def _note(self, trouble: Trouble) -> None:
         with self._changed:
+            known = self._troubles.get(trouble.source)
+            if known is None or (known.kind == SILENT and trouble.kind != SILENT):
+                self._troubles[trouble.source] = trouble
+                self.changes.put((trouble.source, trouble))
             if trouble.kind != BROKEN:
                 self._over.add(trouble.source)
-            self._troubles.setdefault(trouble.source, trouble)
             self._changed.notify_all()
         self.wake()
+
+    def _note_life(self, index: int) -> None:
+        with self._changed:
+            known = self._troubles.get(index)
+            if known is not None and known.kind == SILENT:
+                del self._troubles[index]
+                self._over.discard(index)
+                self.changes.put((index, None))
+            self._changed.notify_all()
+
+    def _call(self) -> None:
+        """Lets our own thread look up."""
+        with suppress(BlockingIOError):  # it has been called already
+            os.write(self._call_write, b"x")
 
     def wake(self) -> None:
         """Makes a running exchange look for trouble at once."""

@@ -16,7 +16,7 @@ from group_threads import free_addresses, in_threads, meet_all, workers
 
 from tfdist import wire
 from tfdist.cluster import Task
-from tfdist.collectives import Group, meet, meeting
+from tfdist.collectives import Group, meet, meeting, reception
 from tfdist.collectives.identity import Identity
 from tfdist.errors import MeetingError
 
@@ -313,8 +313,8 @@ def test_strangers_on_the_port_do_not_disturb_the_meeting(said):
 
 def test_those_who_have_met_all_wait_for_one_who_is_held_up(monkeypatch):
     """A stranger keeps worker 2 from worker 1 for longer than the heartbeat time; worker 0 has both."""
-    monkeypatch.setattr(meeting, "MAX_HANDSHAKES", 1)
-    monkeypatch.setattr(meeting, "HANDSHAKE_S", 2.0)
+    monkeypatch.setattr(reception, "MAX_HANDSHAKES", 1)
+    monkeypatch.setattr(reception, "HANDSHAKE_S", 2.0)
     addresses, strangers = free_addresses(3), []
 
     def held_up():
