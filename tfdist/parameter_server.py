@@ -3,17 +3,23 @@
 All tasks run the same script. In the chief `create_strategy` returns a `tf.distribute.ParameterServerStrategy`; in
 every worker and ps it serves here and leaves the process when the chief is done, which TensorFlow's own
 `server.join()` never does. All tasks meet first, so that a missing one is named instead of waited for without a word.
+
+The chief keeps its address of the cluster for itself: a worker that starts anew, whoever starts it, finds the chief
+there and serves again. TensorFlow's server of the chief, which the others hardly call, has a port of its own.
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
+import portpicker
 import tensorflow as tf
 
 from tfdist import devices, process
-from tfdist.cluster import TFConfig
+from tfdist.attendance import START_AGAIN, Attendance
+from tfdist.cluster import Task, TFConfig
 from tfdist.collectives import Group
 from tfdist.internals import parameter_server as internals
 from tfdist.placement import Placement
@@ -23,20 +29,56 @@ from tfdist.trainer.asynchronous import AsynchronousEngine
 logger = logging.getLogger(__name__)
 # TensorFlow must not call a task that still listens for our own meeting: it would take the answer for a broken server.
 SERVERS = "start of TensorFlow's servers"
+PORTS = 5  # to try
+T = TypeVar("T")
 
 
 def coordinate(
-    config: TFConfig, group: Group, *, seed: int, step_timeout_s: float
+    config: TFConfig, group: Group, *, seed: int, start_timeout_s: float, step_timeout_s: float, has_launcher: bool
 ) -> tf.distribute.ParameterServerStrategy:
     """Returns the chief's strategy; its constructor connects to the servers of all other tasks."""
     process.set_current(process.Current(config, None, group))
     group.barrier(SERVERS)
-    strategy = make_strategy(_resolver(config), seed=seed, step_timeout_s=step_timeout_s)
+    assert group.door is not None
+    group.door.open(lambda index: _why_not_back(group.tasks[index]))
+    attendance = Attendance(
+        group, has_launcher=has_launcher, start_timeout_s=start_timeout_s, step_timeout_s=step_timeout_s
+    )
+    with attendance.needed():
+        strategy = _at_a_free_port(
+            config,
+            lambda resolver: make_strategy(resolver, seed=seed, step_timeout_s=step_timeout_s, attendance=attendance),
+        )
     logger.info("%s coordinates %s", config.task, config.cluster.counts)
     return strategy
 
 
-def make_strategy(resolver: Any, *, seed: int, step_timeout_s: float) -> tf.distribute.ParameterServerStrategy:
+def _why_not_back(task: Task) -> str:
+    if task.type == "worker":
+        return ""
+    return (
+        f"{task} is started anew in a run that has begun: the variables on it were lost with the {task} before it; "
+        f"{START_AGAIN}"
+    )
+
+
+def _at_a_free_port(config: TFConfig, make: Callable[[Any], T]) -> T:
+    """Returns what `make` returns for a resolver that gives TensorFlow's server of the chief a port of its own."""
+    host = config.cluster.address(config.task).rpartition(":")[0]
+    for attempt in range(PORTS):
+        address = f"{host}:{portpicker.pick_unused_port()}"
+        try:
+            return make(_resolver(config, chief=address))
+        except tf.errors.UnknownError as error:
+            # Somebody else took it just now.
+            if "Could not start gRPC server" not in str(error) or attempt == PORTS - 1:
+                raise
+    raise AssertionError
+
+
+def make_strategy(
+    resolver: Any, *, seed: int, step_timeout_s: float, attendance: Attendance | None = None
+) -> tf.distribute.ParameterServerStrategy:
     """Returns a strategy whose models `fit` sends to the asynchronous engine; its servers run already."""
     process.keep_showing_decisions()
     # Never a variable_partitioner: Keras 3 can neither train nor save the sharded variables that it makes.
@@ -44,12 +86,15 @@ def make_strategy(resolver: Any, *, seed: int, step_timeout_s: float) -> tf.dist
     placement = Placement(internals.num_ps(strategy))
     internals.place(strategy, placement.choose)
     engine = AsynchronousEngine(strategy, placement, seed=seed, step_timeout_s=step_timeout_s)
+    engine.coordination.attendance = attendance
     dispatch.register(strategy, engine)
     return strategy
 
 
 def serve(config: TFConfig, group: Group) -> NoReturn:
     """Serves until the chief says goodbye, then ends this process with code 0.
+
+    A worker that was started anew, after the others have met, does the same.
 
     Raises:
         PeerLostError: The chief is gone without a goodbye, or left because of an error.
@@ -64,7 +109,8 @@ def serve(config: TFConfig, group: Group) -> NoReturn:
         config=devices.server_config(),
         start=True,
     )
-    group.barrier(SERVERS)
+    if not group.has_come_back:
+        group.barrier(SERVERS)
     process.report("phase", phase="connected")
     logger.info("%s serves at %s until the chief is done", config.task, config.cluster.address(config.task))
     group.wait_until_left(config.cluster.tasks.index(config.cluster.chief))
@@ -72,9 +118,12 @@ def serve(config: TFConfig, group: Group) -> NoReturn:
     raise SystemExit(0)
 
 
-def _resolver(config: TFConfig) -> Any:
+def _resolver(config: TFConfig, chief: str | None = None) -> Any:
+    jobs = {job: list(addresses) for job, addresses in config.cluster.jobs.items()}
+    if chief is not None:
+        jobs["chief"] = [chief]
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec({job: list(addresses) for job, addresses in config.cluster.jobs.items()}),
+        tf.train.ClusterSpec(jobs),
         task_type=config.task.type,
         task_id=config.task.index,
         rpc_layer="grpc",

@@ -214,7 +214,12 @@ def _create_parameter_server(
     if config.task != config.cluster.chief:
         parameter_server.serve(config, group)
     strategy = parameter_server.coordinate(
-        config, group, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s
+        config,
+        group,
+        seed=_fresh_seed() if seed is None else seed,
+        start_timeout_s=start_timeout_s,
+        step_timeout_s=step_timeout_s,
+        has_launcher=info.run_dir is not None,
     )
     process.report("phase", phase="connected")
     return strategy

@@ -78,8 +78,8 @@ class AsynchronousEngine:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Code inside sees no strategy, so that Keras behaves as in one process."""
-        with outside_strategy():
+        """Code inside sees no strategy, so that Keras behaves as in one process, and is told which task is lost."""
+        with outside_strategy(), self.coordination.errors():
             yield
 
     def summary(self, model: Any) -> dict[str, Any]:
