@@ -7,6 +7,7 @@
         random.npz            states of the layers' random generators, which Keras' file leaves out
       step-0000000050/
         ...
+      done.json               training has ended: written at its end, gone when it goes on
 
 The manifest holds the format's version, the position (`step` in all, `epoch` and `batch` to go on with), the size and
 SHA-256 of each file, name, shape and dtype of each variable and one SHA-256 of all their values, seeds, versions, the
@@ -18,8 +19,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import platform
 import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -30,14 +33,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist import files, saving
+from tfdist import files, process, saving
 from tfdist.errors import LoadError, SaveError
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-MANIFEST, WEIGHTS, RANDOM = "manifest.json", "model.weights.h5", "random.npz"
+MANIFEST, WEIGHTS, RANDOM, DONE = "manifest.json", "model.weights.h5", "random.npz", "done.json"
 _NAME = re.compile(r"step-(\d+)$")
+_fits: Counter[str] = Counter()  # trainings begun by this process, by folder
+
+
+class BrokenError(Exception):
+    """A checkpoint of which files are missing or are not as they were written; never seen outside."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def write(
         "step": position.step,
         "epoch": position.epoch,
         "batch": position.batch,
-        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "saved_at": _now(),
         "tasks": tasks,
         "global_batch_size": global_batch_size,
         "seeds": seeds or {},
@@ -170,6 +178,57 @@ def _file(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": sha.hexdigest()}
 
 
+def begin(folder: str) -> None:
+    """Notes that training begins in this folder, or goes on."""
+    count_fit(folder)
+    path = f"{folder.rstrip('/')}/{DONE}"
+    if tf.io.gfile.exists(path):
+        tf.io.gfile.remove(path)
+
+
+def end(folder: str, *, step: int) -> None:
+    """Notes that training has ended, by itself or by a callback, after so many steps in all."""
+    path = f"{folder.rstrip('/')}/{DONE}"
+    text = json.dumps({"step": step, "ended_at": _now(), "run": this_run(), "fit": _fits[folder]}) + "\n"
+    try:
+        files.write(path, lambda target: Path(target).write_text(text, encoding="utf-8"))
+    except (OSError, tf.errors.OpError) as error:
+        # What was trained is safe, and most have no evaluator.
+        logger.warning("%s could not be written (%s): an evaluator will wait in vain for more checkpoints", path, error)
+
+
+def ended(folder: str) -> dict[str, Any] | None:
+    """Returns what `end` has noted, or None while training goes on, or has not begun."""
+    try:
+        with tf.io.gfile.GFile(f"{folder.rstrip('/')}/{DONE}") as file:
+            noted = json.loads(file.read())
+    except (tf.errors.NotFoundError, ValueError):
+        return None
+    return noted if isinstance(noted, dict) else None
+
+
+def count_fit(folder: str) -> int:
+    """Returns the number of the `fit` that begins among those of this process with this folder, from 1 on.
+
+    The chief and the evaluator run the same script, and so come to the same number.
+    """
+    _fits[folder] += 1
+    return _fits[folder]
+
+
+def this_run() -> str | None:
+    """Returns a name that all tasks of this run share and no other run has; None without a launcher of all tasks."""
+    info = process.LaunchInfo.read(os.environ)
+    # Launchers of several hosts have a folder each, and no secret.
+    if info.run_dir is None or info.secret is None:
+        return None
+    return f"{os.path.basename(info.run_dir)} {info.attempt}"
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def prune(folder: str, keep: int | None, *, step: int) -> None:
     """Removes all but the newest `keep` checkpoints up to `step`, the one that was just written.
 
@@ -190,24 +249,45 @@ def newest(folder: str) -> Checkpoint | None:
     files.tidy(folder)
     broken = []
     for path in _listed(folder):
-        if not tf.io.gfile.exists(f"{path}/{MANIFEST}"):
+        if not is_whole(path):
             logger.warning("%s has no %s: its writing was broken off; it is passed over", path, MANIFEST)
             continue
         try:
-            with files.reading(path) as here:
-                manifest = _checked(here)
-        except (ValueError, KeyError, TypeError, AttributeError, tf.errors.OpError, OSError) as error:
-            if isinstance(error, LoadError):
-                raise
+            return at(path)
+        except BrokenError as error:
             broken.append(f"{path}: {error}")
             logger.warning("%s is broken (%s); looking for an older one", path, error)
-            continue
-        return Checkpoint(path, manifest)
     if broken:
         raise LoadError(
             f"{folder} holds no whole checkpoint ({'; '.join(broken)}); remove it to start anew, or name another folder"
         )
     return None
+
+
+def whole(folder: str) -> list[str]:
+    """Returns the paths of the checkpoints in a folder that others may be writing to, oldest first."""
+    return [path for path in reversed(_listed(folder)) if is_whole(path)]
+
+
+def is_whole(path: str) -> bool:
+    """Whether a checkpoint was written to its end, and is not being removed."""
+    return bool(tf.io.gfile.exists(f"{path}/{MANIFEST}"))
+
+
+def at(path: str) -> Checkpoint:
+    """Returns the checkpoint at a path.
+
+    Raises:
+        BrokenError: Its files are not as its manifest says.
+        LoadError: A newer tfdist has written it.
+    """
+    try:
+        with files.reading(path) as here:
+            return Checkpoint(path, _checked(here))
+    except LoadError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, tf.errors.OpError, OSError) as error:
+        raise BrokenError(str(error)) from error
 
 
 def _listed(folder: str, last: int | None = None) -> list[str]:

@@ -169,7 +169,7 @@ class TFConfig:
     extra: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        if self.task.type != "evaluator":
+        if not self.is_evaluator:
             self.cluster.address(self.task)
         if "cluster" in self.extra:
             raise ClusterError("extra holds 'cluster': pass the cluster itself as a Cluster")
@@ -182,13 +182,18 @@ class TFConfig:
         object.__setattr__(self, "extra", MappingProxyType(dict(self.extra)))
 
     def __str__(self) -> str:
-        if self.task.type == "evaluator":
+        if self.is_evaluator:
             return f"{self.task}, outside a cluster of {self.cluster.counts}"
         return f"{self.task} at {self.cluster.address(self.task)}, in a cluster of {self.cluster.counts}"
 
     @property
     def is_chief(self) -> bool:
         return self.task == self.cluster.chief
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this task stands outside the cluster, and evaluates what the others train."""
+        return self.task.type == "evaluator"
 
     @property
     def trains(self) -> bool:

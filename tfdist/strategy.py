@@ -9,7 +9,8 @@ Synopsis, the same script alone and on any number of tasks:
     model.fit(x, y)
 
 With ps tasks in the cluster it is a `ParameterServerStrategy`; with two or more training tasks a
-`MultiWorkerMirroredStrategy`; with one task, or none named, a strategy of one device.
+`MultiWorkerMirroredStrategy`; with one task, or none named, a strategy of one device. So has the evaluator,
+whose `fit` evaluates what the others train (`tfdist.evaluator`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def create_strategy(
 
     Args:
         kind: "multi_worker_mirrored", "parameter_server", or "synchronous": our small strategy for CPUs, which starts
-            in a moment, opens no port of TensorFlow's and obeys SIGTERM. By default the cluster decides.
+            in a moment, opens no port of TensorFlow's and obeys SIGTERM. By default the cluster decides. The evaluator
+            is none of its tasks.
         expected_tasks: How many training tasks there must be; another number is an error.
         communication: How gradients cross tasks: "host" (our sockets), "nccl", "ring" (TensorFlow's own, slow), or
             "auto": NCCL where every task has a GPU of its own, else host.
@@ -99,8 +101,9 @@ def create_strategy(
     _check_keras(environ)
     config = tf_config.resolve(environ)
     kind = _choose_kind(kind, config)
-    tasks = _training_tasks(config, kind)
-    _check_count(tasks, expected_tasks, config)
+    tasks = _training_tasks(config)
+    if not _is_evaluator(config):
+        _check_count(tasks, expected_tasks, config)
     if config is not None and kind is not None:
         tf_config.validate_for(config, kind)
     if kind == "parameter_server":
@@ -134,20 +137,22 @@ def _kept(strategy: Any) -> Any:
 # -- which strategy
 
 
+def _is_evaluator(config: TFConfig | None) -> bool:
+    return config is not None and config.is_evaluator
+
+
 def _choose_kind(kind: str | None, config: TFConfig | None) -> str | None:
-    if kind is not None:
+    if _is_evaluator(config):
+        return None  # whatever the others make
+    if kind is not None or config is None:
         return kind
-    if config is None or config.task.type == "evaluator":
-        return None
     if config.cluster.has_ps:
         return "parameter_server"
     return "multi_worker_mirrored" if len(config.cluster.training_tasks) > 1 else None
 
 
-def _training_tasks(config: TFConfig | None, kind: str | None) -> Sequence[Task]:
-    if config is None or config.task.type == "evaluator":
-        return ()
-    return config.cluster.training_tasks
+def _training_tasks(config: TFConfig | None) -> Sequence[Task]:
+    return () if config is None or _is_evaluator(config) else config.cluster.training_tasks
 
 
 def _check_count(tasks: Sequence[Task], expected: int | None, config: TFConfig | None) -> None:
@@ -256,7 +261,8 @@ def _create_synchronous(
         if seed is not None:
             _set_seed(seed)
         process.set_current(process.Current(config, None))
-        return synchronous.alone(device, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s)
+        make = synchronous.beside if _is_evaluator(config) else synchronous.alone
+        return make(device, seed=_fresh_seed() if seed is None else seed, step_timeout_s=step_timeout_s)
 
     assert config is not None
     group = _meet(config, tasks, info, start_timeout_s, step_timeout_s)

@@ -1,7 +1,7 @@
 """Tasks that train in step -> their strategy, whose models `fit` sends to the synchronous engine.
 
 Three kinds, one engine: one task alone, TensorFlow's MultiWorkerMirroredStrategy, and a small strategy of our own for
-CPUs that starts no server.
+CPUs that starts no server. The evaluator beside them is one task alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist import lookout
+from tfdist import evaluator, lookout
 from tfdist.cluster import TFConfig
 from tfdist.collectives import Group
 from tfdist.errors import StrategyError
@@ -62,6 +62,16 @@ def alone(device: str, *, seed: int, step_timeout_s: float) -> OneTaskStrategy:
     strategy = OneTaskStrategy(device)
     dispatch.register(strategy, SynchronousEngine(strategy, seed=seed, step_timeout_s=step_timeout_s))
     logger.info("one task on %s", device)
+    return strategy
+
+
+def beside(device: str, *, seed: int, step_timeout_s: float) -> OneTaskStrategy:
+    """Returns the strategy of the evaluator, whose `fit` evaluates what the cluster's tasks train."""
+    strategy = OneTaskStrategy(device)
+    engine = SynchronousEngine(strategy, seed=seed, step_timeout_s=step_timeout_s)
+    engine.is_chief = False  # that one writes and shows
+    dispatch.register(strategy, engine, fit=evaluator.fit)
+    logger.info("the evaluator, on %s", device)
     return strategy
 
 

@@ -28,13 +28,19 @@ class Checkpoint(keras.callbacks.Callback):
 
     The chief writes, and reads for all: the folder need not be visible to the other tasks, but every task's `fit` needs
     the callback. A kill at any moment leaves whole checkpoints; a broken one is passed over with a warning. The number
-    of tasks may change in between. Checkpoints stay when training ends. Use one folder for each `fit` of a script.
+    of tasks may change in between. Checkpoints stay when training ends, and `done.json` says that it has. Use one
+    folder for each `fit` of a script.
+
+    The evaluator (`tfdist.run --evaluator`) must see the folder: its `fit` evaluates validation_data on each checkpoint
+    there, `tfdist.evaluator` tells how.
 
     Args:
         folder: Where the checkpoints are, local or remote; made if missing. `tfdist.checkpoints` describes the files.
         keep: How many checkpoints stay, the newest; None for all.
         every_epochs: How often to save. The last epoch is always saved, also where a callback stops training. An
             epoch after which a weight is not a number is not, so that older checkpoints stay to go on from.
+        evaluator_timeout_s: How long the evaluator, if there is one, waits for the next checkpoint, a day by default;
+            more than an epoch takes.
 
     Raises:
         LoadError: In `fit`, on every task: the checkpoints are of another model, or not one of them is whole.
@@ -48,7 +54,14 @@ class Checkpoint(keras.callbacks.Callback):
     # Keras may call the hooks of batches beside the next step: they only count.
     async_safe = True
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, every_epochs: int = 1) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        every_epochs: int = 1,
+        evaluator_timeout_s: float = 86400.0,
+    ) -> None:
         super().__init__()
         for name, value in (("keep", 1 if keep is None else keep), ("every_epochs", every_epochs)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -56,6 +69,9 @@ class Checkpoint(keras.callbacks.Callback):
         self.folder, self.keep, self.every_epochs = os.fspath(folder), keep, every_epochs
         if not self.folder:
             raise ValueError("folder is empty: name one, such as 'run/checkpoints'")
+        if not evaluator_timeout_s > 0:  # nan neither
+            raise ValueError(f"evaluator_timeout_s must be a number of seconds above 0, not {evaluator_timeout_s!r}")
+        self.evaluator_timeout_s = evaluator_timeout_s
         self._step = 0  # at the start of the epoch
         self._batches = 0  # of the epoch
         self._unsaved: int | None = None  # the number of epochs done, where the last of them is not saved
@@ -86,6 +102,8 @@ class Checkpoint(keras.callbacks.Callback):
         if self._unsaved is not None:
             # A callback behind this one, or one of another task, has ended training after an epoch that was not saved.
             self._save(self._unsaved)
+        if process.is_chief():
+            checkpoints.end(self.folder, step=self._step)
         # Keras' own fit leaves it on the model, and the next fit would run no epoch.
         internals.set_initial_epoch(self.model, None)
 
@@ -125,6 +143,7 @@ class Checkpoint(keras.callbacks.Callback):
                     position = found.position
                     told = {"position": [position.step, position.epoch, position.batch]}
                     _log(found, len(_tasks()), self.params.get("epochs"))
+                checkpoints.begin(self.folder)
             except Exception as caught:
                 error, told = caught, {"error": str(caught) or type(caught).__name__}
         told = _from_chief(told)

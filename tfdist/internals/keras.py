@@ -66,6 +66,7 @@ GLOBAL_STATE = _name("backend.common.global_state", "set_global_attribute", "lea
 TRACEBACK = _name("utils.traceback_utils", "filter_traceback", "the same short tracebacks as Keras")
 MAX_EPOCHS = _name("backend.config", "max_epochs", "the debugging caps of KERAS_MAX_EPOCHS")
 MAX_STEPS = _name("backend.config", "max_steps_per_epoch", "the debugging caps of KERAS_MAX_STEPS_PER_EPOCH")
+PRINT = _name("utils.io_utils", "print_msg", "the evaluator's progress goes where Keras' own does")
 RANDOM_SEED = _name("utils.rng_utils", "get_random_seed", "whether the script set a seed")
 
 # What our loop asks of a model: attributes, so only checked on the class.

@@ -8,6 +8,7 @@ says so to users; a test compares it with the two tuples here, and these with wh
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import keras
@@ -30,6 +31,13 @@ ON_EVERY_TASK = (
     "ReduceLROnPlateau",
     "SwapEMAWeights",
     "TerminateOnNaN",
+)
+# A task beside the cluster, which trains nothing; the others steer training, save, or send what the chief sends.
+IN_THE_EVALUATOR = ("CSVLogger", "History", "LambdaCallback", "SwapEMAWeights", "TensorBoard")
+NOT_IN_THE_EVALUATOR = tuple(
+    getattr(keras.callbacks, name)
+    for name in ON_THE_CHIEF + ON_EVERY_TASK
+    if name not in IN_THE_EVALUATOR and hasattr(keras.callbacks, name)
 )
 CHIEF_ONLY = tuple(getattr(keras.callbacks, name) for name in ON_THE_CHIEF if hasattr(keras.callbacks, name))
 # These change the model: on some tasks only, they would leave the others with another one.
@@ -62,6 +70,33 @@ def list_for_this_task(callbacks: keras.callbacks.CallbackList, *, is_chief: boo
         return callbacks
     mine = copy.copy(callbacks)
     mine.callbacks = for_this_task(callbacks.callbacks, is_chief=False)
+    return mine
+
+
+def for_evaluator(callbacks: Any, saver: Any) -> list[Any]:
+    """Returns the callbacks that the evaluator calls, in order; those that write have files of their own.
+
+    Args:
+        callbacks: What the user passes.
+        saver: The one of them that saves what is evaluated.
+    """
+    every = flat(callbacks)
+    saved_swapped = [c for c in every[: every.index(saver)] if getattr(c, "swap_on_epoch", False)]
+    mine = [c for c in every if not isinstance(c, NOT_IN_THE_EVALUATOR) and c not in saved_swapped]
+    return [_in_evaluator(callback) for callback in mine]
+
+
+def _in_evaluator(callback: Any) -> Any:
+    mine = copy.copy(callback)
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        stem, suffix = os.path.splitext(callback.filename)
+        mine.filename = f"{stem}.evaluator{suffix}"
+    elif isinstance(callback, keras.callbacks.TensorBoard):
+        mine.log_dir = os.path.join(callback.log_dir, "evaluator")
+    elif isinstance(callback, keras.callbacks.SwapEMAWeights):
+        mine.swap_on_epoch = False  # each epoch begins with the weights of a checkpoint
+    else:
+        return callback
     return mine
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfdist import files, tf_config
-from tfdist.errors import StrategyError
+from tfdist import files, process, tf_config
+from tfdist.errors import StrategyError, UnsupportedError
 from tfdist.internals import keras as internals
 from tfdist.internals.tensorflow import sum_states_with
 from tfdist.trainer import hooks, loop
@@ -26,15 +26,18 @@ from tfdist.trainer.synchronous import SynchronousEngine
 logger = logging.getLogger(__name__)
 
 _engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
+_evaluators: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()  # their `fit`
 _installed = False
 _cluster_text: str | None = None  # TF_CONFIG when the strategy was made
 
 
-def register(strategy: tf.distribute.Strategy, engine: Engine) -> None:
-    """Sends models made in the scope of `strategy` to `engine`."""
+def register(strategy: tf.distribute.Strategy, engine: Engine, *, fit: Callable[..., Any] | None = None) -> None:
+    """Sends models made in the scope of `strategy` to `engine`, by the loop, or by a `fit` that trains nothing."""
     global _cluster_text
     _install()
     _engines[strategy] = engine
+    if fit is not None:
+        _evaluators[strategy] = fit
     _cluster_text = os.environ.get("TF_CONFIG")
 
 
@@ -43,15 +46,26 @@ def _engine_for(model: Any, method: str) -> Engine | None:
     engine = None if strategy is None else _engines.get(strategy)
     if engine is None and method in ("fit", "train_on_batch"):
         shared = next((e for e in _engines.values() if isinstance(e, SynchronousEngine) and e.size > 1), None)
-        if shared is not None:
+        if shared is not None or _is_evaluator():
+            who = "the evaluator" if shared is None else f"each of the {shared.size} tasks"
             raise StrategyError(
-                f"model.{method}: {model.name} was made outside the strategy's scope, so each of the {shared.size} "
-                "tasks would train its own copy. Make and compile it inside:\n"
+                f"model.{method}: {model.name} was made outside the strategy's scope, so {who} would train its own "
+                "copy. Make and compile it inside:\n"
                 "    with strategy.scope():\n        model = ...\n        model.compile(...)"
             )
+    if strategy in _evaluators and method == "train_on_batch":
+        raise UnsupportedError(
+            "model.train_on_batch: the evaluator trains nothing, and evaluates what fit saves with "
+            "tfdist.callbacks.Checkpoint; train with fit, or start without --evaluator"
+        )
     if engine is not None and engine.size == 1 and method == "fit":
         _refuse_late_cluster()
     return engine
+
+
+def _is_evaluator() -> bool:
+    current = process.current()
+    return current is not None and current.config is not None and current.config.is_evaluator
 
 
 def _refuse_late_cluster() -> None:
@@ -151,14 +165,16 @@ def _can_be_replaced(
 
 
 def _send_to_loop(method: str, *, several_only: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    ours = internals.TRACEBACK.find()(getattr(loop, method))
+    shortened = internals.TRACEBACK.find()
+    in_loop = shortened(getattr(loop, method))
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def dispatched(self: Any, *args: Any, **kwargs: Any) -> Any:
             engine = _engine_for(self, method)
             if engine is None or (several_only and engine.size == 1):
                 return original(self, *args, **kwargs)
-            return ours(engine, self, *args, **kwargs)
+            fit = _evaluators.get(internals.strategy_of(self)) if method == "fit" else None
+            return (in_loop if fit is None else shortened(fit))(engine, self, *args, **kwargs)
 
         return dispatched
 

@@ -114,20 +114,24 @@ def fit(
             epoch_logs = dict(engine.results(model, logs))
             engine.agreement.collect_accumulated(model)
             if validation is not None and internals.should_evaluate(model, epoch, validation_freq):
-                validation.reset()
-                value = _evaluate(engine, model, validation, callbacks)
-                epoch_logs.update({f"val_{name}": number for name, number in value.items()})
+                epoch_logs.update(validate(engine, model, validation, callbacks))
             callbacks.on_epoch_end(epoch, epoch_logs)
             training_logs = epoch_logs
             engine.agreement.check_variables(engine.shared_variables(model), f"after epoch {epoch + 1}")
             model.stop_training = engine.agreement.any(model.stop_training, "stop_training")
             if model.stop_training:
                 break
-        if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
-            model.optimizer.finalize_variable_values(model.trainable_weights)
+        if epochs > 0:
+            finish_weights(model)
         callbacks.on_train_end(logs=training_logs)
         internals.initial_epoch(model)
     return model.history
+
+
+def finish_weights(model: Any) -> None:
+    """Gives weights the values that training ends with: an optimizer may have kept averages of them."""
+    if isinstance(model.optimizer, keras.optimizers.Optimizer):
+        model.optimizer.finalize_variable_values(model.trainable_weights)
 
 
 def evaluate(
@@ -157,6 +161,13 @@ def evaluate(
         callbacks = _callback_list(engine, model, callbacks, verbose, epochs=1, data=data)
         logs = _evaluate(engine, model, data, callbacks)
     return logs if return_dict else internals.metrics_in_order(model, logs)
+
+
+def validate(engine: Engine, model: Any, validation: Any, callbacks: Any) -> dict[str, Any]:
+    """Returns the logs of validation data, read from its beginning, as `fit` names them: `val_loss` and others."""
+    validation.reset()
+    logs = _evaluate(engine, model, validation, callbacks)
+    return {f"val_{name}": number for name, number in logs.items()}
 
 
 def _evaluate(engine: Engine, model: Any, data: Any, callbacks: Any) -> dict[str, Any]:

@@ -98,7 +98,8 @@ def crash(model: keras.Model, folder: Path, *, epoch: int = 2, **kwargs: Any) ->
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(p.name for p in folder.iterdir())
+    """What is in a folder, but for the note that training has ended."""
+    return sorted(p.name for p in folder.iterdir() if p.name != "done.json")
 
 
 def manifest(folder: Path) -> dict[str, Any]:
@@ -181,6 +182,29 @@ def test_steps_are_counted_when_several_run_at_once(strategy, tmp_path):
         model.compile("sgd", "mse", steps_per_execution=3)
     fit(model, tfdist.callbacks.Checkpoint(tmp_path), epochs=1)
     assert names(tmp_path) == ["step-0000000004"]
+
+
+# -- the note that training has ended, which the evaluator waits for
+
+
+def test_it_is_there_when_training_has_ended_and_gone_while_it_goes_on(make, tmp_path):
+    note = tmp_path / "done.json"
+    crash(make(), tmp_path)
+    assert not note.exists()
+    fit(make(), tfdist.callbacks.Checkpoint(tmp_path), epochs=3)
+    assert json.loads(note.read_text())["step"] == 12
+    crash(make(), tmp_path, epoch=3)
+    assert not note.exists()
+    model = make()
+    stop = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: setattr(model, "stop_training", True))
+    fit(model, stop, tfdist.callbacks.Checkpoint(tmp_path), epochs=9)
+    assert json.loads(note.read_text())["step"] == 16
+
+
+def test_a_note_that_can_not_be_written_does_not_undo_the_training(make, tmp_path, caplog):
+    stand_in_its_way = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: (tmp_path / "done.json").mkdir())
+    fit(make(), tfdist.callbacks.Checkpoint(tmp_path), stand_in_its_way, epochs=1)
+    assert "done.json could not be written" in caplog.text
 
 
 # -- which are kept
