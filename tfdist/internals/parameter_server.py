@@ -42,18 +42,30 @@ def failed_ps(error: BaseException) -> list[int]:
     return sorted({int(number) for number in re.findall(r"/job:ps/replica:0/task:([0-9]+)", str(error))})
 
 
-def per_worker_iterators(coordinator: Any, make: Callable[[int, int], tf.data.Dataset]) -> tuple[Any, Any]:
+def per_worker_iterators(
+    coordinator: Any, make: Callable[[int, int, tf.Tensor], tf.data.Dataset], skip: Callable[[int], int]
+) -> tuple[Any, Any]:
     """Returns (iterators, indices of the workers), as arguments of closures.
 
     TensorFlow's own `create_per_worker_dataset` calls its function once, with the context of worker 0 of 1, for all
-    workers (parameter_server_strategy_v2.py, `_distribute_datasets_from_function`).
+    workers (parameter_server_strategy_v2.py, `_distribute_datasets_from_function`). It makes what `create_resource` was
+    given anew when a worker is back, in the worker's thread.
+
+    Args:
+        coordinator: TensorFlow's.
+        make: (the worker's index, number of workers, elements to leave out) -> a dataset.
+        skip: The worker's index -> how many elements its iterator leaves out if it is made now.
     """
     workers = coordinator._cluster.workers
     iterators, indices = [], []
     for worker in workers:
         made = tf.function(functools.partial(make, worker.worker_index, len(workers)), autograph=False)
-        concrete = made.get_concrete_function()
-        iterator = worker.create_resource(lambda concrete=concrete: iter(concrete()))
+        concrete = made.get_concrete_function(tf.TensorSpec([], tf.int64))
+
+        def start(concrete: Any = concrete, index: int = worker.worker_index) -> Any:
+            return iter(concrete(tf.constant(skip(index), tf.int64)))
+
+        iterator = worker.create_resource(start)
         iterator._type_spec = iterator_ops.IteratorSpec(concrete.structured_outputs.element_spec)
         index = worker.create_resource(lambda i=worker.worker_index: tf.constant(i))
         index._type_spec = tf.TensorSpec([], tf.int32)
@@ -61,6 +73,11 @@ def per_worker_iterators(coordinator: Any, make: Callable[[int, int], tf.data.Da
         indices.append(index)
     values = coordinator_values.PerWorkerValues
     return values(tuple(iterators)), values(tuple(indices))
+
+
+def spec_of(per_worker: Any) -> Any:
+    """Returns what a function is traced for that gets the value of the worker which runs it."""
+    return per_worker._values[0]._type_spec
 
 
 def place(strategy: Any, choose: Callable[[Sequence[int], int], int]) -> None:

@@ -12,6 +12,7 @@ import functools
 import inspect
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +29,7 @@ from tfdist.placement import Placement
 from tfdist.trainer import sources
 from tfdist.trainer.agreement import Agreement
 from tfdist.trainer.building import build, build_by_calling, without_optionals
-from tfdist.trainer.coordination import Closure, Coordination
+from tfdist.trainer.coordination import Closure, Coordination, PerWorker
 from tfdist.trainer.inputs import Input, seed_of_fit
 from tfdist.trainer.metrics import (
     all_equal,
@@ -39,13 +40,20 @@ from tfdist.trainer.metrics import (
     same_structure,
     separate_groups,
 )
-from tfdist.trainer.passes import Pass
+from tfdist.trainer.passes import Pass, Watched
 from tfdist.trainer.refusals import refuse_under_parameter_servers
+from tfdist.trainer.shares import Reading
 from tfdist.trainer.step import CaptureScope
 from tfdist.trainer.trying import Trial
-from tfdist.trainer.worker_input import Reading, WorkerInput, of_function, of_pipeline
+from tfdist.trainer.worker_input import WorkerInput, of_function, of_pipeline
 
 logger = logging.getLogger(__name__)
+# Steps of one closure at most, all in one graph: with more, a closure's own costs no longer count.
+MOST_STEPS = 16
+# Where the workers that are there found no data, and the one that has some is not known to be lost.
+PROBE_S, LONGEST_PROBE_S = 0.02, 1.0
+# How often a progress bar gets new numbers.
+DRAW_S = 0.1
 # Of a closure: steps done, states of the metrics, what else the last step logged.
 Counted = tuple[int, list[np.ndarray[Any, Any]], dict[str, tuple[bool, Any]]]
 
@@ -170,47 +178,84 @@ class AsynchronousEngine:
         The epoch's metrics are left in the model's own.
         """
         function = self._function(model, kind)
-        totals, logs, done = function.states.starts(), {}, 0
+        totals, done = function.states.starts(), 0
+        own: dict[str, tuple[bool, Any]] = {}
+        logs: dict[str, Any] = {}
+        watch = Watch(the_pass.watched)
         read = self._on_workers if isinstance(the_pass.data, WorkerInput) else self._on_batches
         for steps, states, own in read(function, model.steps_per_execution, the_pass):
-            if steps == 0:
-                continue
             totals = function.states.merged(totals, states)
-            logs = function.states.logs(totals, own)
             # Steps end in any order, and are counted as they do.
             done += steps
+            if watch.wants_logs():
+                logs = function.states.logs(totals, own)
             the_pass.end(done - 1, logs)
         if not the_pass.stopped() and (the_pass.data.steps is None or done < the_pass.data.steps):
             the_pass.data.ran_out(done)
         function.states.assign(totals)
-        return logs
+        return function.states.logs(totals, own) if done else {}
 
     def _on_batches(self, function: StepsOnWorker, steps_per_execution: int, the_pass: Pass) -> Iterator[Counted]:
         """Closures that carry batches which the coordinator reads."""
-        closures = _closures(function.on_batches, steps_per_execution, the_pass)
+        closures = _closures(function.on_batches, min(steps_per_execution, MOST_STEPS), the_pass)
         for closure, vector in self.coordination.run(closures, the_pass.stopped):
             yield closure.steps, *function.unpack(vector)
 
     def _on_workers(self, function: StepsOnWorker, steps_per_execution: int, the_pass: Pass) -> Iterator[Counted]:
-        """Closures that read from the iterator of the worker which runs them."""
+        """Closures that read from the iterator of the worker which runs them; then what nobody has read."""
         per_worker = the_pass.data.iterators(the_pass.epoch, self.coordination)
-        reading = Reading(the_pass.data.wanted_steps, self.coordination.workers)
+        reading = Reading(the_pass.data.shares, the_pass.data.wanted_steps, self.coordination.in_flight)
+        most = min(steps_per_execution, MOST_STEPS)
 
         def closures() -> Iterator[Closure | None]:
-            while (count := reading.next_count(steps_per_execution)) is not None:
+            pause = PROBE_S
+            while not reading.is_over(self.coordination.missing_workers()):
+                if reading.found_nothing:
+                    # The worker that still has data is lost or busy, and the others have none.
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PROBE_S)
+                    reading.try_again()
+                count = reading.next_count(most)
                 if count == 0:
                     yield None
                     continue
                 the_pass.begin(reading.begun)
-                arguments = (per_worker.iterators, per_worker.indices, tf.constant(count))
-                closure = Closure(function.traced_on_iterator, arguments, reading.begun, count)
+                traced = function.on_iterator(count, per_worker, endless=the_pass.data.is_endless)
+                closure = Closure(traced, (per_worker.iterators, per_worker.indices), reading.begun, count)
                 reading.begin(count)
                 yield closure
 
         for closure, vector in self.coordination.run(closures(), the_pass.stopped):
-            worker, goes_on, steps = (int(number) for number in vector[: StepsOnWorker.HEAD])
-            reading.end(worker, closure.steps, steps, goes_on=bool(goes_on))
-            yield steps, *function.unpack(vector[StepsOnWorker.HEAD :], with_own=False)
+            worker, first, steps, goes_on = (int(number) for number in vector[: StepsOnWorker.HEAD])
+            if reading.end(worker, closure.steps, first, steps, goes_on=bool(goes_on)):
+                yield steps, *function.unpack(vector[StepsOnWorker.HEAD :], with_own=False)
+        if not the_pass.stopped():
+            yield from self._on_rest(function, most, the_pass, reading.steps_left())
+
+    def _on_rest(self, function: StepsOnWorker, most: int, the_pass: Pass, steps: int | None) -> Iterator[Counted]:
+        """Closures that carry what is left of the shares of lost workers, read by this process."""
+        data: WorkerInput = the_pass.data
+        left = [worker for worker, share in enumerate(data.shares) if not share.is_whole]
+        if not left or steps == 0:
+            return
+        logger.warning(
+            "%s: this process reads the rest of %s of the data, from %s on",
+            " and ".join(f"worker {worker}" for worker in left) + (" is lost" if len(left) == 1 else " are lost"),
+            "its share" if len(left) == 1 else "their shares",
+            " and ".join(f"batch {data.shares[worker].next + 1}" for worker in left),
+        )
+        batches = itertools.islice(itertools.chain.from_iterable(map(data.rest_of, left)), steps)
+
+        def closures() -> Iterator[Closure]:
+            begun = 0
+            while several := tuple(itertools.islice(batches, most)):
+                the_pass.begin(begun)
+                traced = function.on_batches(len(several), data.source.element_spec)
+                yield Closure(traced, (several,), begun, len(several))
+                begun += len(several)
+
+        for closure, vector in self.coordination.run(closures(), the_pass.stopped):
+            yield closure.steps, *function.unpack(vector)
 
     def predict(self, model: Any, the_pass: Pass) -> list[Any]:
         """Returns the outputs of each batch, as NumPy arrays, in the order of the batches.
@@ -235,7 +280,7 @@ class AsynchronousEngine:
 
         outputs: dict[int, Any] = {}
         done = 0
-        closures = _closures(function, model.steps_per_execution, the_pass)
+        closures = _closures(function, min(model.steps_per_execution, MOST_STEPS), the_pass)
         for closure, result in self.coordination.run(closures, the_pass.stopped):
             outputs.update(enumerate(result, closure.first))
             done += closure.steps
@@ -273,6 +318,32 @@ def with_signature(kept: dict[str, Any], function: Callable[[Any], Any], count: 
     if key not in kept:
         kept[key] = tf.function(function, autograph=False, input_signature=[(spec,) * count])
     return kept[key]
+
+
+def _packed(parts: Sequence[Any]) -> tf.Tensor:
+    nothing = tf.zeros([0], tf.float64)
+    return tf.concat([nothing, *(tf.reshape(tf.cast(part, tf.float64), [-1]) for part in parts)], 0)
+
+
+class Watch:
+    """How often somebody sees the logs of an epoch that is under way: forming them costs as much as a small step.
+
+    Args:
+        watched: Whether a callback gets them; a progress bar alone draws no oftener than a person can see.
+    """
+
+    def __init__(self, watched: Watched) -> None:
+        self._watched, self._next = watched, 0.0
+
+    def wants_logs(self) -> bool:
+        """Whether to form them now."""
+        if self._watched is not Watched.SOMETIMES:
+            return self._watched is Watched.ALWAYS
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + DRAW_S
+        return True
 
 
 class MetricStates:
@@ -333,12 +404,11 @@ class StepsOnWorker:
 
     They return one vector of float64 with all metric states and what else the last step logged: each tensor that a
     closure returns costs a message of its own, and float64 holds every float32 and every int32.
-
-    Attributes:
-        traced_on_iterator: A function of (iterator, index of the worker, steps); its vector begins with HEAD numbers.
     """
 
-    HEAD = 3  # numbers before the states where a worker reads: its index, whether its data goes on, steps done
+    # Numbers before the states where a worker reads: its index, the position of what it read first in its share, how
+    # many steps it did, whether its data goes on.
+    HEAD = 4
 
     def __init__(self, model: Any, kind: str) -> None:
         self._model, self.kind = model, kind
@@ -346,7 +416,7 @@ class StepsOnWorker:
         self.states = MetricStates(model)
         self._own: list[tuple[str, Any]] = []  # names of the user's own logs, and their specs
         self._on_batches: dict[str, Any] = {}
-        self.traced_on_iterator = tf.function(self._run_on_iterator, autograph=False, reduce_retracing=True)
+        self._on_iterator: dict[str, Any] = {}
         # Traced once, however many steps a closure has.
         self._traced_step = tf.function(self._one, autograph=False, reduce_retracing=True)
 
@@ -354,16 +424,31 @@ class StepsOnWorker:
         """Returns a function of a tuple of so many batches."""
         return with_signature(self._on_batches, self._run, count, spec)
 
+    def on_iterator(self, count: int, per_worker: PerWorker, *, endless: bool) -> Any:
+        """Returns a function of (iterator, index of the worker) of so many steps, or fewer at the end of the data."""
+        key = f"{count} {endless} {per_worker.spec}"
+        if key not in self._on_iterator:
+            run = functools.partial(self._run_on_iterator, count, endless)
+            self._on_iterator[key] = tf.function(run, autograph=False).get_concrete_function(*per_worker.spec)
+        return self._on_iterator[key]
+
     def _run(self, batches: Any) -> tf.Tensor:
         with outside_strategy():
-            states = [tf.constant(start) for start in self.states.starts()]
-            logs: dict[str, Any] = {}
-            for batch in batches:
-                logs, states = self._traced_step(batch, states)
+            logs, states = self._steps(batches, self._start())
             parts = list(states)
             if not internals.has_stock_steps(self._model):
                 parts += self._own_logs(logs, states)
-            return tf.concat([tf.zeros([0], tf.float64), *(tf.reshape(tf.cast(p, tf.float64), [-1]) for p in parts)], 0)
+            return _packed(parts)
+
+    def _start(self) -> list[tf.Tensor]:
+        return [tf.constant(start) for start in self.states.starts()]
+
+    def _steps(self, batches: Any, states: list[tf.Tensor]) -> tuple[dict[str, Any], list[tf.Tensor]]:
+        """Steps one after the other, without a loop: TensorFlow tells every server of each turn of a loop."""
+        logs: dict[str, Any] = {}
+        for batch in batches:
+            logs, states = self._traced_step(batch, states)
+        return logs, states
 
     def _own_logs(self, logs: dict[str, Any], states: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns, for each name, whether it is a metric's value, and the values."""
@@ -380,28 +465,39 @@ class StepsOnWorker:
             )
         return parts
 
-    def _run_on_iterator(self, iterator: Any, worker: tf.Tensor, steps: tf.Tensor) -> tf.Tensor:
-        """At most `steps` steps on what the worker's own iterator yields."""
-
-        def go_on(has_value: tf.Tensor, done: tf.Tensor, *_: tf.Tensor) -> tf.Tensor:
-            return has_value & (done < steps)
-
-        def next_step(_: tf.Tensor, done: tf.Tensor, *states: tf.Tensor) -> Any:
-            element = iterator.get_next_as_optional()
-
-            def step() -> Any:
-                _, after = self._traced_step(element.get_value()[0], states)
-                return (tf.constant(True), done + 1, *after)
-
-            return tf.cond(element.has_value(), step, lambda: (tf.constant(False), done, *states))
-
+    def _run_on_iterator(self, count: int, endless: bool, iterator: Any, worker: tf.Tensor) -> tf.Tensor:
+        """Steps on what the worker's own iterator yields: (position, element)."""
         with outside_strategy():
-            states = [tf.constant(start) for start in self.states.starts()]
-            start = (tf.constant(True), tf.constant(0), *states)
-            has_value, done, *states = tf.while_loop(go_on, next_step, start, parallel_iterations=1)
-            # As many numbers as HEAD says.
-            head = tf.cast(tf.stack([worker, tf.cast(has_value, tf.int32), done]), tf.float64)
-            return tf.concat([head, *(tf.reshape(tf.cast(state, tf.float64), [-1]) for state in states)], 0)
+            if endless:
+                elements = [iterator.get_next() for _ in range(count)]
+                first, done, goes_on = elements[0][0], count, True
+                _, states = self._steps([element[0] for _, element in elements], self._start())
+            else:
+                optionals = [iterator.get_next_as_optional() for _ in range(count)]
+                there = tf.stack([optional.has_value() for optional in optionals])
+                first = tf.cond(there[0], lambda: optionals[0].get_value()[0], lambda: tf.constant(-1, tf.int64))
+                done, goes_on = tf.math.count_nonzero(there), there[-1]
+                states = self._as_far_as_there_is(optionals, there)
+            head = [tf.cast(number, tf.float64) for number in (worker, first, done, goes_on)]
+            return _packed([tf.stack(head), *states])
+
+    def _as_far_as_there_is(self, optionals: Sequence[Any], there: tf.Tensor) -> list[tf.Tensor]:
+        """One condition where all have a value, which is so but for the end of the data: each costs a message."""
+
+        def batch(optional: Any) -> Any:
+            return optional.get_value()[1][0]
+
+        def fewer() -> list[tf.Tensor]:
+            states = self._start()
+            for i, optional in enumerate(optionals[:-1]):
+                states = tf.cond(
+                    there[i],
+                    lambda optional=optional, states=states: self._steps([batch(optional)], states)[1],
+                    lambda states=states: states,
+                )
+            return states
+
+        return tf.cond(there[-1], lambda: self._steps([batch(o) for o in optionals], self._start())[1], fewer)
 
     def _one(self, batch: Any, states: Sequence[tf.Tensor]) -> tuple[dict[str, Any], list[tf.Tensor]]:
         counters = internals.iterations_of(self._model) if self.kind == "train" else []

@@ -13,6 +13,8 @@ from typing import Any
 
 import keras
 
+from tfdist.trainer.passes import Watched
+
 # BackupAndRestore loads in on_train_begin; `fit` then gives the chief's variables and epoch to all tasks.
 ON_THE_CHIEF = (
     "BackupAndRestore",
@@ -115,6 +117,19 @@ def may_act_between_steps(callbacks: Any) -> bool:
     """Whether code of the user's runs between two steps of `fit`, which might change the learning rate."""
     theirs = [callback for callback in flat(callbacks) if not _leaves_optimizer_alone(callback)]
     return any(_overrides(callback, hook) for callback in theirs for hook in _BATCH_HOOKS)
+
+
+def watched(callbacks: Any, kind: str) -> Watched:
+    """Whether one of the callbacks gets the logs of single "train" or "test" batches, and acts on them."""
+    theirs = [callback for callback in flat(callbacks) if _sees_batches(callback, kind)]
+    if not theirs:
+        return Watched.NEVER
+    bars = (keras.callbacks.ProgbarLogger,)
+    return Watched.SOMETIMES if all(type(callback) in bars for callback in theirs) else Watched.ALWAYS
+
+
+def _sees_batches(callback: Any, kind: str) -> bool:
+    return any(_overrides(callback, hook) for hook in ("on_batch_end", f"on_{kind}_batch_end"))
 
 
 def _is_list(callback: Any) -> bool:

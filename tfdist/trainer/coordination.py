@@ -75,6 +75,11 @@ class PerWorker:
     iterators: Any
     indices: Any
 
+    @property
+    def spec(self) -> tuple[Any, Any]:
+        """What a function of both is traced for."""
+        return internals.spec_of(self.iterators), internals.spec_of(self.indices)
+
 
 class Attendance(Protocol):
     """What the coordinator knows of the other tasks."""

@@ -14,7 +14,13 @@ import keras
 
 from tfdist.internals import keras as internals
 from tfdist.trainer.asynchronous import AsynchronousEngine
-from tfdist.trainer.callbacks import for_this_task, list_for_this_task, may_act_between_steps, needed_on_every_task
+from tfdist.trainer.callbacks import (
+    for_this_task,
+    list_for_this_task,
+    may_act_between_steps,
+    needed_on_every_task,
+    watched,
+)
 from tfdist.trainer.passes import Pass
 from tfdist.trainer.stepping import concatenate
 from tfdist.trainer.synchronous import SynchronousEngine
@@ -109,6 +115,7 @@ def fit(
                 lambda: model.stop_training,
                 epoch,
                 numbers if acts_between_steps else (),
+                watched(callbacks, "train"),
             )
             logs = engine.run_steps(model, "train", one_epoch)
             epoch_logs = dict(engine.results(model, logs))
@@ -174,7 +181,13 @@ def _evaluate(engine: Engine, model: Any, data: Any, callbacks: Any) -> dict[str
     model.stop_evaluating = False
     callbacks.on_test_begin()
     engine.reset_metrics(model)
-    one_pass = Pass(data, callbacks.on_test_batch_begin, callbacks.on_test_batch_end, lambda: model.stop_evaluating)
+    one_pass = Pass(
+        data,
+        callbacks.on_test_batch_begin,
+        callbacks.on_test_batch_end,
+        lambda: model.stop_evaluating,
+        watched=watched(callbacks, "test"),
+    )
     logs = engine.run_steps(model, "test", one_pass)
     logs = engine.results(model, logs)
     callbacks.on_test_end(logs)

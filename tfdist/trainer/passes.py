@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
+
+
+class Watched(Enum):
+    """Whether somebody looks at the logs of single batches; SOMETIMES is a progress bar."""
+
+    NEVER = 0
+    SOMETIMES = 1
+    ALWAYS = 2
 
 
 @dataclass(frozen=True)
@@ -17,6 +26,7 @@ class Pass:
         end: Called with the number of the last step and the logs after it.
         stopped: Asked after each execution: true where no further one shall begin.
         epoch: Counted from 0; the order of the rows follows from it.
+        watched: Where it is not ALWAYS, `end` may get older logs.
         numbers: Variables of one number each that no callback may change on some tasks only.
     """
 
@@ -26,3 +36,4 @@ class Pass:
     stopped: Callable[[], bool]
     epoch: int = 0
     numbers: Sequence[Any] = ()
+    watched: Watched = Watched.ALWAYS

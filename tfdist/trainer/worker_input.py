@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
 from tfdist.trainer.coordination import Coordination, PerWorker
+from tfdist.trainer.shares import Share
 from tfdist.trainer.sources import Source
 
 
@@ -25,15 +28,18 @@ class WorkerInput:
         source: What is known of the data.
         wanted_steps: `steps` as given.
         steps: The same; known after the first epoch where it was not given.
+        shares: What was counted of each worker's data since its iterator began.
     """
 
     def __init__(
         self, make: Callable[[int, int, int], tf.data.Dataset], workers: int, element_spec: Any, steps: int | None
     ) -> None:
-        self._make = make
+        self._make, self._workers = make, workers
         self.source = Source(element_spec, lambda number: iter(make(0, workers, number)), "workers")
         self.wanted_steps = self.steps = steps
         self._kept: PerWorker | None = None
+        self._epoch = 0
+        self.shares: list[Share] = []
 
     def summary(self, prefix: str) -> dict[str, Any]:
         return {}
@@ -49,8 +55,36 @@ class WorkerInput:
     def iterators(self, epoch: int, coordination: Coordination) -> PerWorker:
         """Returns the workers' iterators: new ones for each epoch, unless epochs are cut out of longer data."""
         if self._kept is None or self.wanted_steps is None:
-            self._kept = coordination.per_worker(lambda worker, count: self._make(worker, count, epoch))
+            self._epoch = epoch
+            self.shares = shares = [Share() for _ in range(self._workers)]
+
+            def make(worker: int, count: int, skip: tf.Tensor) -> tf.data.Dataset:
+                return self._make(worker, count, epoch).skip(skip).enumerate(skip)
+
+            self._kept = coordination.per_worker(make, lambda worker: shares[worker].next)
         return self._kept
+
+    @functools.cached_property
+    def is_endless(self) -> bool:
+        """Whether TensorFlow knows that no worker's data ends."""
+        datasets = (self._make(worker, self._workers, self._epoch) for worker in range(self._workers))
+        return all(int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY for dataset in datasets)
+
+    def rest_of(self, worker: int) -> Iterator[Any]:
+        """Yields the batches of a worker's share that were not counted, as this process reads them; then they are."""
+        share = self.shares[worker]
+        begin = share.next
+        dataset = self._make(worker, self._workers, self._epoch).skip(begin)
+        wanted = share.missing()
+        position = next(wanted, None)
+        for element, at in zip(dataset, itertools.count(begin), strict=False):
+            if position is None:
+                break
+            if at == position:
+                yield element[0]
+                share.count(at, 1)
+                position = next(wanted, None)
+        share.ended = True
 
     def ran_out(self, steps: int) -> None:
         """Notes that all workers' data ended after so many steps."""
@@ -63,49 +97,6 @@ class WorkerInput:
             "leave steps_per_epoch out",
             stacklevel=3,
         )
-
-
-class Reading:
-    """How far the workers have read in an epoch.
-
-    Args:
-        steps: Steps to run, or None until all workers' data has ended.
-        workers: The number of workers.
-
-    Attributes:
-        begun: Steps that closures were asked for, less those that they did not find.
-    """
-
-    def __init__(self, steps: int | None, workers: int) -> None:
-        self._steps, self._workers = steps, workers
-        self._ended: set[int] = set()
-        self.begun = 0
-        self._open = 0
-
-    def next_count(self, steps_per_execution: int) -> int | None:
-        """Returns how many steps the next closure is asked for.
-
-        0: none now, but those that run may find fewer than they were asked for. None: the epoch is over.
-        """
-        if len(self._ended) == self._workers:
-            return None
-        if self._steps is None:
-            return steps_per_execution
-        missing = self._steps - self.begun
-        return min(steps_per_execution, missing) if missing > 0 or self._open else None
-
-    def begin(self, count: int) -> None:
-        self.begun += count
-        self._open += 1
-
-    def end(self, worker: int, asked: int, done: int, *, goes_on: bool) -> None:
-        """Notes what a closure found on its worker."""
-        self.begun -= asked - done
-        self._open -= 1
-        if goes_on:
-            self._ended.discard(worker)  # it was started anew, and reads its share again
-        else:
-            self._ended.add(worker)
 
 
 def of_pipeline(pipeline: Any, workers: int, steps: int | None) -> WorkerInput:
