@@ -27,7 +27,8 @@ def main() -> int:
     print(f"{os.cpu_count()} processors, Python {platform.python_version()}, {packages}", flush=True)
     flags = ["--repeats", str(options.repeats), *["--quick"] * options.quick]
     code = 0
-    for script, arguments in {"fit.py": flags, "launch.py": flags, "parameter_servers.py": flags, "group.py": []}.items():
+    scripts = {"fit.py": flags, "launch.py": flags, "parameter_servers.py": flags, "group.py": []}
+    for script, arguments in scripts.items():
         if script == "group.py" and options.quick:
             continue
         print(flush=True)
