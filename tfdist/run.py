@@ -25,6 +25,10 @@ A chief that trains beside the workers; parameter servers, with a chief that coo
     python -m tfdist.run --workers 2 --chief train.py
     python -m tfdist.run --workers 2 --ps 1 train.py
 
+A task beside them that evaluates the checkpoints of `tfdist.callbacks.Checkpoint` as they come (`tfdist.evaluator`):
+
+    python -m tfdist.run --workers 2 --evaluator train.py
+
 Our own flags stand before the script; everything after it is the script's.
 
 Definitions
@@ -32,6 +36,7 @@ Definitions
 cluster     all tasks of a run with their addresses
 task        one process, named by its job and its index there: worker 0, worker 1, ps 0
 chief       the task that writes files: `chief`, or worker 0 where there is none
+evaluator   a task that stands outside the cluster: `fit` in it trains nothing
 
 Several hosts
 -------------
@@ -43,7 +48,8 @@ not ask each other: where they differ, the tasks do not meet and say which clust
 Only tasks that train are split. A chief that trains stays the chief, and the other tasks of its host are the first
 workers. A ps, an evaluator and the chief of a parameter-server cluster stay one task each; the evaluator has a GPU.
 A TF_CONFIG with several entries for one host has one for each task already: K is then 1, and each has its own GPU.
-Without a TF_CONFIG, --tasks-per-host means --workers; --workers, --ps and --chief ask for a cluster of this host alone.
+Without a TF_CONFIG, --tasks-per-host means --workers; --workers, --ps, --chief and --evaluator ask for a cluster of
+this host alone. (Beside a cluster of several hosts the evaluator is one more task, with a TF_CONFIG of that type.)
 
 What a task gets
 ----------------
@@ -52,8 +58,9 @@ Each task runs the script in this folder, with this environment and
     TF_GRPC_REUSE_PORT=1        its port is held for it until the run ends
     OMP_NUM_THREADS, TF_NUM_INTRAOP_THREADS, TF_NUM_INTEROP_THREADS
                                 a share of the processors, where none of the three is set
-    CUDA_VISIBLE_DEVICES        one GPU for each training task, where there are GPUs (of those that the launcher's own
-                                CUDA_VISIBLE_DEVICES names, else of /dev/nvidia*); more tasks than GPUs share them
+    CUDA_VISIBLE_DEVICES        one GPU for each training task and the evaluator, where there are GPUs (of those that
+                                the launcher's own CUDA_VISIBLE_DEVICES names, else of /dev/nvidia*); more tasks than
+                                GPUs share them
     no_proxy, no_grpc_proxy     grown by the cluster's hosts, where a proxy is set
     TFDIST_RUN_DIR and others   how tfdist in the task finds its launcher
 Its stdin is empty. What it prints comes out here line by line behind `[worker 1] `, stdout on stdout and stderr on
@@ -75,7 +82,8 @@ In every case nothing stays: what a task has started in its own process group is
 
 Exit codes
 ----------
-0    all tasks ended with 0 (parameter servers and their workers end when the chief does)
+0    all tasks ended with 0 (parameter servers and their workers end when the chief does; the evaluator, when it has
+     evaluated the last checkpoint)
 n    the code of the task that failed first; 1 for one that left with 0 too early, or that runs on another host; 128+n
      for death by signal n
 2    nothing was started: wrong usage
@@ -150,13 +158,21 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
     from tfdist.launch.size import Asked, size_of_run
 
     size = size_of_run(
-        Asked(workers=values.workers, tasks_per_host=values.tasks_per_host, ps=values.ps, chief=values.chief), environ
+        Asked(
+            workers=values.workers,
+            tasks_per_host=values.tasks_per_host,
+            ps=values.ps,
+            chief=values.chief,
+            evaluator=values.evaluator,
+        ),
+        environ,
     )
     return Options(
         command=("-m", *command) if values.module else tuple(command),
         workers=size.workers,
         ps=size.ps,
         chief=size.chief,
+        evaluator=values.evaluator,
         share=size.share,
         log_dir=values.log_dir,
         raw=values.raw,
@@ -207,6 +223,7 @@ def _parser() -> _Parser:
     )
     flag("--chief", action="store_true", help="a chief that trains beside the workers")
     flag("--ps", type=_whole, default=0, metavar="N", help="parameter servers; adds the chief, the coordinator")
+    flag("--evaluator", action="store_true", help="one more task, which evaluates each checkpoint of the training")
     flag("-m", "--module", action="store_true", help="the script is a module, as in `python -m`")
     flag("--log-dir", metavar="DIR", help="one log file per task, and summary.json")
     flag("--raw", action="store_true", help="show TensorFlow's start-up noise")

@@ -38,6 +38,7 @@ def folder(tmp_path, monkeypatch):
         (["--nproc_per_node=2", "train.py"], {"workers": 2}),
         (["--workers", "2", "--ps", "1", "train.py"], {"workers": 2, "ps": 1, "task_count": 4}),
         (["--workers", "2", "--chief", "train.py"], {"task_count": 3}),
+        (["--workers", "2", "--evaluator", "train.py"], {"evaluator": True, "task_count": 3, "port_count": 2}),
         (["-m", "pack.train", "-x"], {"command": ("-m", "pack.train", "-x"), "name": "pack.train"}),
         (["--module", "pack"], {"command": ("-m", "pack")}),
         (["program"], {"command": ("program",)}),
@@ -89,6 +90,8 @@ def test_the_environment_gives_what_the_command_line_leaves_out(folder, environ,
         ("0,1,2", ["--chief"], {"workers": 2, "task_count": 3}),
         ("0", ["--chief"], {"workers": 1, "task_count": 2}),
         ("0,1", ["--ps", "1", "--workers", "gpu"], {"workers": 2, "task_count": 4}),
+        ("0,1,2", ["--evaluator"], {"workers": 2, "task_count": 3}),
+        ("0,1,2", ["--chief", "--evaluator"], {"workers": 1, "task_count": 3}),
     ],
 )
 def test_a_host_with_gpus_runs_a_worker_for_each(folder, gpus, argv, expected):
@@ -155,6 +158,11 @@ def test_a_cluster_of_this_host_alone_is_started_where_tf_config_names_no_other_
             {"CUDA_VISIBLE_DEVICES": "7"},
             "there is 1 GPU, which the chief takes, in CUDA_VISIBLE_DEVICES",
         ),
+        (
+            ["--chief", "--evaluator", "--workers", "gpu", "train.py"],
+            {"CUDA_VISIBLE_DEVICES": "6,7"},
+            "there are 2 GPUs, which the chief and the evaluator take, in CUDA_VISIBLE_DEVICES",
+        ),
         (["train.py"], {"CUDA_VISIBLE_DEVICES": "1,1"}, "names the GPU 1 twice"),
         (["train.py"], {"TF_CONFIG": "{"}, "TF_CONFIG: the text is not JSON"),
         (["train.py"], {"TF_CONFIG": host_config("a:1", "a:1")}, "TF_CONFIG: worker 0 and worker 1 have the same"),
@@ -169,7 +177,7 @@ def test_a_cluster_of_this_host_alone_is_started_where_tf_config_names_no_other_
                 {"TF_CONFIG": host_config("a:1", "b:1")},
                 f"{own[0]} asks for another one on this host",
             )
-            for own in (["--workers", "2"], ["--chief"], ["--ps", "1"])
+            for own in (["--workers", "2"], ["--chief"], ["--ps", "1"], ["--evaluator"])
         ),
         (["--workers", "two", "train.py"], {}, "'two' is not a whole number"),
         (["--ps", "1", "train.py"], {}, "--ps 1 needs workers: add --workers N"),

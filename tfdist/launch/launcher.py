@@ -36,7 +36,7 @@ def launch(options: Options, environ: Mapping[str, str]) -> int:
     # Another host's launcher could not know a secret of ours.
     run_dir = make_run_dir(with_secret=share is None or share.is_whole)
     try:
-        with HeldPorts(options.task_count) if share is None else HeldPorts.at(share.ports) as held:
+        with HeldPorts(options.port_count) if share is None else HeldPorts.at(share.ports) as held:
             plan = make_plan(
                 options,
                 ports=held.ports,

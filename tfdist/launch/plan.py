@@ -33,6 +33,7 @@ OFTEN_MISPLACED = (
     "--workers",
     "--ps",
     "--chief",
+    "--evaluator",
     "--tasks-per-host",
     "--tasks_per_host",
     "--nproc-per-node",
@@ -50,6 +51,7 @@ class Options:
         workers: Number of worker tasks.
         ps: Number of parameter servers; with any, a chief is added.
         chief: Whether a chief trains beside the workers.
+        evaluator: Whether a task beside the cluster evaluates its checkpoints.
         share: This host's part of a cluster of several hosts, instead of a cluster of workers, ps and a chief here.
         log_dir: Folder for one log file per task and the summary.
         raw: Whether TensorFlow's start-up noise is shown.
@@ -64,6 +66,7 @@ class Options:
     workers: int = 1
     ps: int = 0
     chief: bool = False
+    evaluator: bool = False
     share: Share | None = None
     log_dir: str | None = None
     raw: bool = False
@@ -104,12 +107,22 @@ class Options:
         """All tasks of this host in the order of their local indices, the chief first."""
         if self.share is not None:
             return self.share.tasks
-        counts = {"chief": int(self.has_chief), "worker": self.workers, "ps": self.ps}
+        counts = {
+            "chief": int(self.has_chief),
+            "worker": self.workers,
+            "ps": self.ps,
+            "evaluator": int(self.evaluator),
+        }
         return tuple(Task(job, i) for job, count in counts.items() for i in range(count))
 
     @property
     def task_count(self) -> int:
         return len(self.tasks)
+
+    @property
+    def port_count(self) -> int:
+        """How many of them listen; an evaluator does not."""
+        return sum(task.type != "evaluator" for task in self.tasks)
 
 
 @dataclass(frozen=True)
@@ -159,7 +172,7 @@ def make_plan(
 
     Args:
         options: What was asked for.
-        ports: One free port per task; a share of a cluster has its ports already.
+        ports: One free port per task that listens; a share of a cluster has its ports already.
         run_dir: The run's private folder.
         environ: The launcher's environment; each task gets a copy with changes.
         processors: How many processors this process may use.

@@ -1,13 +1,13 @@
 """Flags, GPUs and TF_CONFIG -> how many tasks run here, and of which cluster.
 
 neither a number nor a TF_CONFIG        a worker for each GPU, or one
---workers, --ps, --chief                a cluster of this host alone
+--workers, --ps, --chief, --evaluator   a cluster of this host alone
 a TF_CONFIG with one entry per host     this host's share of that cluster
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tfdist import tf_config
@@ -26,17 +26,24 @@ class Asked:
         tasks_per_host: The same for each host of TF_CONFIG.
         ps: Number of parameter servers.
         chief: Whether a chief trains beside the workers.
+        evaluator: Whether a task beside the cluster evaluates its checkpoints.
     """
 
     workers: int | str | None = None
     tasks_per_host: int | str | None = None
     ps: int = 0
     chief: bool = False
+    evaluator: bool = False
 
     @property
     def own_cluster(self) -> str | None:
         """The first flag that asks for a cluster of this host alone."""
-        flags = {"--workers": self.workers is not None, "--ps": self.ps != 0, "--chief": self.chief}
+        flags = {
+            "--workers": self.workers is not None,
+            "--ps": self.ps != 0,
+            "--chief": self.chief,
+            "--evaluator": self.evaluator,
+        }
         return next((flag for flag, is_given in flags.items() if is_given), None)
 
 
@@ -74,22 +81,23 @@ def size_of_run(asked: Asked, environ: Mapping[str, str]) -> Size:
     number = asked.workers if asked.tasks_per_host is None else asked.tasks_per_host
     if number is None and asked.ps:
         raise LaunchError(f"--ps {asked.ps} needs workers: add --workers N")
-    # A chief that trains has a GPU as well.
-    others = int(asked.chief and not asked.ps)
-    workers = _number(number, flag, gpus, others=others) or max(1, gpus - others)
+    # They have a GPU as well; a chief that coordinates has none.
+    others = ["the chief"] * (asked.chief and not asked.ps) + ["the evaluator"] * asked.evaluator
+    workers = _number(number, flag, gpus, others=others) or max(1, gpus - len(others))
     return Size(workers=workers, ps=asked.ps, chief=asked.chief)
 
 
-def _number(asked: int | str | None, flag: str, gpus: int, *, others: int = 0) -> int | None:
+def _number(asked: int | str | None, flag: str, gpus: int, *, others: Sequence[str] = ()) -> int | None:
     """Returns the number that a flag asks for; None leaves it to the default, one for each GPU or one."""
     if isinstance(asked, int):
         if asked < 1:
             raise LaunchError(f"{flag} must be at least 1, not {asked}")
         return asked
-    if asked == "gpu" and gpus <= others:
-        found = f"{gpus} GPU, which the chief takes," if gpus else "no GPU"
+    if asked == "gpu" and gpus <= len(others):
+        takers = f"{' and '.join(others)} take{'s' * (len(others) == 1)}"
+        found = f"{'are' if gpus > 1 else 'is'} {gpus} GPU{'s' * (gpus > 1)}, which {takers}," if gpus else "is no GPU"
         raise LaunchError(
-            f"{flag} gpu: there is {found} in CUDA_VISIBLE_DEVICES or as /dev/nvidia*; give a number, {flag} 2, or "
+            f"{flag} gpu: there {found} in CUDA_VISIBLE_DEVICES or as /dev/nvidia*; give a number, {flag} 2, or "
             "name the GPUs, CUDA_VISIBLE_DEVICES=0,1"
         )
     return None
@@ -112,7 +120,8 @@ def _config_of_host(asked: Asked, environ: Mapping[str, str]) -> TFConfig | None
         # Each host would train apart, and nobody would notice.
         raise LaunchError(
             f"TF_CONFIG names a cluster of {config.cluster.counts}, and {flag} asks for another one on this host "
-            "alone: leave out --workers, --ps and --chief to start this host's share of it (--tasks-per-host K says "
-            "how many tasks that is), or unset TF_CONFIG"
+            "alone: leave out --workers, --ps, --chief and --evaluator to start this host's share of it "
+            "(--tasks-per-host K says how many tasks that is), or unset TF_CONFIG"
+            + ("; its evaluator is a task of its own, with a TF_CONFIG that says so" if asked.evaluator else "")
         )
     return None

@@ -5,7 +5,7 @@ One thread (this one, the main thread) starts, signals and reaps; it never block
 
     all tasks end with 0                      -> 0
     a task fails                              -> the others are stopped; its code
-    the chief of a ps cluster ends with 0     -> the others are stopped; 0
+    the chief of a ps cluster ends with 0     -> the others are stopped, when the evaluator has ended; 0
     a signal                                  -> passed on; 128+n, or 42 where all tasks saved and left
     the tasks do not meet in time             -> all are stopped; 75
     nobody reads our stdout any more          -> all are stopped; 141
@@ -170,7 +170,7 @@ class Supervisor:
         while self._signals:
             self._take_signal(self._signals.popleft())
         self._reap()
-        # In this order: what its workers and servers do when the chief is gone does not matter.
+        # In this order: what its workers and servers do when the chief is done does not matter.
         self._look_for_end_of_chief()
         self._look_for_failure()
         self._look_at_start()
@@ -218,7 +218,9 @@ class Supervisor:
     def _look_for_failure(self) -> None:
         if self._stop is not None:
             return
-        verdict = first_failure([task.seen for task in self._tasks]) or self._left_before_start()
+        served = ("worker", "ps") if self._is_chief_done() else ()
+        judged = [task.seen for task in self._tasks if task.task.type not in served]
+        verdict = first_failure(judged) or self._left_before_start()
         if verdict is None:
             return
         if verdict.kind == "hearsay" and any(task.is_alive for task in self._tasks):
@@ -237,13 +239,19 @@ class Supervisor:
         """A task that ended with 0 and never asked for the cluster, where another waits for it."""
         if not any(task.is_alive and task.phase in MEETING for task in self._tasks):
             return None
-        return next((Verdict(task.task, "left") for task in self._tasks if task.code == 0 and not task.phase), None)
+        ended = (task for task in self._tasks if task.code == 0 and not task.phase)
+        return next((Verdict(task.task, "left") for task in ended if task.task.type != "evaluator"), None)
+
+    def _is_chief_done(self) -> bool:
+        """Whether the coordinator of a parameter-server cluster has ended well."""
+        chief = next((task for task in self._tasks if task.task == self._plan.chief), None)
+        return self._plan.cluster.has_ps and chief is not None and chief.code == 0
 
     def _look_for_end_of_chief(self) -> None:
-        if not self._plan.cluster.has_ps or self._stop is not None:
+        if not self._is_chief_done() or self._stop is not None:
             return
-        chief = next((task for task in self._tasks if task.task == self._plan.chief), None)
-        if chief is not None and chief.code == 0 and any(task.is_alive for task in self._tasks):
+        alive = {task.task.type for task in self._tasks if task.is_alive}
+        if alive and "evaluator" not in alive:  # else it still evaluates the last checkpoint
             self._begin_stop("chief is done", signal.SIGTERM, FAILURE_GRACE_S, 0)
 
     def _look_at_start(self) -> None:
@@ -321,7 +329,7 @@ class Supervisor:
         if stop is None:
             return 0
         if stop.kind == "signal":
-            codes = {task.code for task in self._tasks}
+            codes = {task.code for task in self._tasks if task.task.type != "evaluator"}  # which has nothing to save
             has_saved_and_left = codes <= {0, EXIT_PREEMPTED} and EXIT_PREEMPTED in codes
             return EXIT_PREEMPTED if has_saved_and_left else stop.code
         if self._verdict is not None:

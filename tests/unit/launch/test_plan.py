@@ -14,7 +14,7 @@ from tfdist.launch.share import split
 
 def plan(environ=None, processors=8, gpus=(), **options):
     asked = Options(command=("train.py",), **options)
-    ports = range(4000, 4000 + asked.task_count)
+    ports = range(4000, 4000 + asked.port_count)
     return make_plan(asked, ports=ports, run_dir="/run/x", environ=environ or {}, processors=processors, gpus=gpus)
 
 
@@ -40,6 +40,14 @@ def test_the_tasks_stand_chief_first_each_with_its_own_tf_config(options, tasks)
         assert config["task"] == {"type": task.task.type, "index": task.task.index}
         assert config["cluster"][task.task.type][task.task.index] == task.address
         assert task.environ["TFDIST_LOCAL_INDEX"] == str(task.local_index)
+
+
+def test_an_evaluator_is_one_more_task_that_the_cluster_does_not_hold():
+    made = plan(workers=2, ps=1, evaluator=True)
+    assert [str(task.task) for task in made.tasks] == ["chief 0", "worker 0", "worker 1", "ps 0", "evaluator 0"]
+    clusters = [json.loads(environ_of(made, i)["TF_CONFIG"]).pop("cluster") for i in range(5)]
+    assert clusters == [clusters[0]] * 5
+    assert clusters[0].keys() == {"chief", "worker", "ps"}
 
 
 def test_tasks_are_told_of_their_launcher_and_not_of_its_settings_or_an_outer_one():
@@ -125,6 +133,7 @@ def test_an_evaluator_is_not_told_to_use_more_gpus():
         ({"workers": 3}, ("0",), "3 tasks share 1 GPU, so that their sums do not go through NCCL"),
         ({"workers": 2}, ("0", "1"), None),
         ({"workers": 1, "ps": 1}, ("0",), None),
+        ({"workers": 1, "evaluator": True}, ("0", "1"), None),
     ],
 )
 def test_gpus_that_are_shared_or_left_over_are_noted(options, gpus, note):
@@ -137,6 +146,7 @@ def test_gpus_that_are_shared_or_left_over_are_noted(options, gpus, note):
     [
         ({"workers": 2}, {}, ("4", "4", "4")),
         ({"workers": 3}, {}, ("2", "2", "2")),
+        ({"workers": 2, "evaluator": True}, {}, ("2", "2", "2")),
         ({"workers": 16}, {}, ("1", "1", "2")),
         ({"workers": 2, "threads_per_task": 3}, {}, ("3", "3", "3")),
         ({"workers": 1}, {}, (None, None, None)),
@@ -187,9 +197,10 @@ def test_a_proxy_does_not_stand_between_the_tasks(environ, expected):
         ({"workers": 2}, ("GPU-a", "GPU-b", "GPU-c"), ["GPU-a", "GPU-b"]),
         ({"workers": 3}, ("0", "1"), ["0", "1", "0"]),
         ({"workers": 1, "ps": 1}, ("0", "1"), ["", "0", ""]),
+        ({"workers": 1, "ps": 1, "evaluator": True}, ("0", "1"), ["", "0", "", "1"]),
     ],
 )
-def test_each_training_task_gets_one_gpu_and_no_other_task_any(options, gpus, shares):
+def test_each_task_that_computes_gets_one_gpu_and_no_other_task_any(options, gpus, shares):
     made = plan(gpus=gpus, **options)
     assert [task.environ.get("CUDA_VISIBLE_DEVICES") for task in made.tasks] == shares
 
