@@ -20,11 +20,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
-import portpicker
 import tensorflow as tf
 
 import tfdist
-from tfdist.parameter_server import make_strategy
+from tfdist.testing import servers
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {}
 ROWS = 200
@@ -35,24 +34,6 @@ Y = (X @ np.linspace(-1, 1, 6)[:, None] + 0.3 * np.sin(3 * X[:, :1])).astype("fl
 def case(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     CASES[function.__name__] = function
     return function
-
-
-def start_servers(workers: int, ps: int = 2) -> Any:
-    """Starts servers in this process, and returns a strategy on them."""
-    jobs = {"worker": workers, "ps": ps}
-    spec = tf.train.ClusterSpec(
-        {job: [f"127.0.0.1:{portpicker.pick_unused_port()}" for _ in range(n)] for job, n in jobs.items()}
-    )
-    # A step occupies a thread while it waits for a variable, and the servers of one process share their threads.
-    config = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=workers + ps + 1)
-    for job, count in jobs.items():
-        for index in range(count):
-            KEPT.append(tf.distribute.Server(spec, job_name=job, task_index=index, config=config))
-    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(spec, rpc_layer="grpc")
-    return make_strategy(resolver, seed=1, step_timeout_s=60)
-
-
-KEPT: list[Any] = []
 
 
 def model_of() -> keras.Model:
@@ -362,7 +343,7 @@ def where_variables_are(strategy: Any) -> dict:
 
 
 def main(out: Path, workers: int, names: list[str]) -> None:
-    strategy = start_servers(workers)
+    strategy = servers.start(workers, ps=2, seed=1, step_timeout_s=60)
     for name in names or CASES:
         try:
             result = CASES[name](strategy)

@@ -116,6 +116,38 @@ def train(strategy, rows):
     return result
 
 
+def train_through_servers(strategy):
+    model, result = train_plainly(strategy)
+    devices = {variable.value.device.partition("/replica")[0] for variable in model.trainable_variables}
+    tasks = {re.search(r"/task:(\d+)", variable.value.device)[1] for variable in model.trainable_variables}
+    return {**result, "pid": os.getpid(), "iterations": int(model.optimizer.iterations), "on": (devices, tasks)}
+
+
+def train_through_processes():
+    """The workers and ps serve in create_strategy."""
+    strategy = tfdist.create_strategy()
+    return str(tfdist.resolve().task), train_through_servers(strategy)["iterations"]
+
+
+def train_plainly(strategy):
+    import keras
+
+    x = np.random.default_rng(3).normal(size=(60, 4)).astype("float32")
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
+        model.compile("adam", "mse", jit_compile=False)
+    history = model.fit(x, x[:, :1], batch_size=10, epochs=3, shuffle=False, verbose=0)
+    return model, {**history.history, "weights": model.get_weights(), "outputs": model.predict(x[:3], verbose=0)}
+
+
+def numbers_of_training(strategy):
+    return train_plainly(strategy)[1]
+
+
+def fail_under(strategy, words):
+    raise Odd(words, rows=[type(strategy).__name__])
+
+
 @pytest.fixture(scope="module")
 def together():
     """Two tasks with a strategy, for several tests."""
@@ -221,6 +253,37 @@ def test_other_ends_of_a_function_are_errors_of_the_test(name):
     function, error, message = OTHER_ENDS[name]
     with local_cluster(workers=1) as cluster, pytest.raises(error, match=message):
         cluster.run(function)
+
+
+# -- parameter servers
+
+
+def test_functions_train_through_servers_in_a_process_of_their_own_which_is_the_chief():
+    with local_cluster(workers=2, ps=2, strategy=True) as cluster:
+        assert [str(task) for task in cluster.tasks] == ["chief 0", "worker 0", "worker 1", "ps 0", "ps 1"]
+        (first,), (second,) = cluster.run(train_through_servers), cluster.run(train_through_servers)
+        assert first["pid"] == second["pid"] != os.getpid()
+        for result in (first, second):
+            assert result["iterations"] == 3 * 6
+            assert result["on"] == ({"/job:ps"}, {"0", "1"})
+        with pytest.raises(Odd, match="not so on 1 rows") as caught:
+            cluster.run(fail_under, "not so")
+        assert caught.value.rows == ["ParameterServerStrategyV2"]
+        assert re.search(r"chief 0 was first \(exit code 1\)\n(.*\n)*.*, in fail_under\n", str(caught.value.__cause__))
+        assert not is_alive(first["pid"])
+        (after,) = cluster.run(train_through_servers)
+        assert after["pid"] != first["pid"]
+        assert after["iterations"] == 3 * 6
+    assert not is_alive(after["pid"])
+
+
+def test_without_a_strategy_the_servers_are_processes_and_the_chief_s_result_is_the_only_one():
+    with local_cluster(workers=1, ps=1) as cluster:
+        assert cluster.run(train_through_processes) == [("chief 0", 3 * 6)]
+
+
+def test_one_worker_trains_through_servers_as_plain_keras_does():
+    assert_parity(numbers_of_training, workers=1, ps=2)
 
 
 # -- scripts

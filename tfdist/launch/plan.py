@@ -79,7 +79,8 @@ class Options:
     def __post_init__(self) -> None:
         if not self.command or not self.command[0] or self.command == ("-m",):
             raise LaunchError("there is no script to run: python -m tfdist.run --workers 2 train.py")
-        for name, value, least in (("workers", self.workers, 1), ("ps", self.ps, 0)):
+        alone = self.chief and not self.ps  # one task, of its own name
+        for name, value, least in (("workers", self.workers, 0 if alone else 1), ("ps", self.ps, 0)):
             if value < least:
                 raise LaunchError(f"--{name} must be at least {least}, not {value}")
         if self.threads_per_task is not None and self.threads_per_task < 1:

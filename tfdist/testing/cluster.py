@@ -2,6 +2,7 @@
 
 The launcher (`tfdist.launch`) runs in a child process and starts the tasks, as it does on a command line. Functions,
 arguments, results and errors travel as files in a private folder (`values`, `functions`, `failures`); no code does.
+A strategy with parameter servers needs one process alone, which is the chief and has the others' servers (`servers`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from tfdist import process
 from tfdist.cluster import Task
 from tfdist.errors import LaunchError, UnsupportedError
 from tfdist.launch.plan import Options
@@ -62,11 +64,13 @@ def local_cluster(
     Args:
         workers: Number of worker tasks.
         chief: Whether a chief trains beside the workers.
-        ps: Number of parameter servers, for `run_script` alone.
+        ps: Number of parameter servers. With any there is a chief, which runs the function and whose result is the
+            only one. With `strategy` the servers of all workers and ps are in the chief's own process, on CPUs: that
+            starts in the time of one process, and a training takes a second. Without, they are processes of their own.
         strategy: Without it every `run` has fresh processes, and the function calls `tfdist.create_strategy()` itself
             if it wants to. With True, a kind ("synchronous") or arguments of `create_strategy` each task makes that
             strategy once, and each function gets it as first argument; a function that fails ends the processes, and
-            the next has fresh ones.
+            the next has fresh ones. With ps the arguments are `kind`, `seed` and `step_timeout_s`.
         seed: With `strategy`, what `keras.utils.set_random_seed` is given before each function.
         timeout_s: How long each `run` may take, with the start of the processes.
         env: Environment variables of the tasks, besides those that this process has when they start;
@@ -74,7 +78,8 @@ def local_cluster(
 
     Raises:
         LaunchError: There can be no such cluster.
-        UnsupportedError: A strategy with parameter servers, or a cluster inside a task of one.
+        UnsupportedError: Arguments of a strategy that servers in one process can not follow, or a cluster inside a task
+            of one.
 
     Example:
         def train(strategy, epochs):
@@ -87,6 +92,11 @@ def local_cluster(
             with tfdist.testing.local_cluster(workers=2, strategy=True) as cluster:
                 first, second = cluster.run(train, epochs=3)
                 assert first == second
+
+        def test_it_learns_through_parameter_servers():
+            with tfdist.testing.local_cluster(workers=2, ps=2, strategy=True) as cluster:
+                (logs,) = cluster.run(train, epochs=3)
+                assert logs["loss"][-1] < logs["loss"][0]
     """
     return LocalCluster(workers=workers, chief=chief, ps=ps, strategy=strategy, seed=seed, timeout_s=timeout_s, env=env)
 
@@ -95,7 +105,8 @@ class LocalCluster:
     """What `local_cluster` returns.
 
     Attributes:
-        tasks: The tasks, in the order of results: the chief, workers, parameter servers.
+        tasks: The tasks: the chief, workers, parameter servers. Results are in this order; functions have those of
+            tasks that train or, with parameter servers, of the chief alone.
         timeout_s: How long each `run` may take.
     """
 
@@ -116,10 +127,7 @@ class LocalCluster:
         self._options = Options(command=("-m", task.__name__), workers=workers, chief=chief, ps=ps)
         self._setup = _setup(strategy, seed)
         if ps and self._setup["strategy"] is not None:
-            raise UnsupportedError(
-                f"strategy={strategy!r} with ps={ps}: functions do not run with parameter servers yet; leave out "
-                "`strategy`, make it in a script (tfdist.create_strategy()), and run that: cluster.run_script(path)"
-            )
+            self._setup.update(_setup_of_servers(self._setup["strategy"], workers, ps))
         self.tasks = self._options.tasks
         self.timeout_s = timeout_s
         self._env = dict(env or {})
@@ -145,7 +153,9 @@ class LocalCluster:
     ) -> list[Any]:
         """Returns what `function(*arguments, **named)` returns on each task, in the order of `tasks`.
 
-        With `strategy` the function gets that as first argument, before these.
+        With `strategy` the function gets that as first argument, before these. With parameter servers the list has one
+        item, what it returns on the chief. Without `strategy` the workers and ps call it too: they serve in its
+        `create_strategy()`, and do not come back from there.
 
         A task imports the function's file, so it must stand at the top level of one: a file of tests will do; lambdas
         and functions in functions will not. Arguments and results are numbers, text, bytes, paths, arrays, and lists,
@@ -166,11 +176,6 @@ class LocalCluster:
             TravelError: The function, an argument or the result can not be sent; the message says what to do.
         """
         request = functions.make_request(function, arguments, named)
-        if self._options.ps:
-            raise UnsupportedError(
-                f"{function.__qualname__}: functions do not run on a cluster with parameter servers yet (ps="
-                f"{self._options.ps}); write it as a script, and run that with cluster.run_script(path)"
-            )
         deadline = Deadline(timeout_s or self.timeout_s)
         try:
             started = self._start()
@@ -243,6 +248,8 @@ class LocalCluster:
             self._stop()
             folder = self._new_folder()
             options = dataclasses.replace(self._options, command=(*self._options.command, folder))
+            if self._setup["servers"] is not None:
+                options = dataclasses.replace(options, chief=True, workers=0, ps=0)
             self._started = Started(options, self._setup, folder, self._environ())
         return self._started
 
@@ -266,10 +273,26 @@ class LocalCluster:
 def _setup(strategy: bool | str | Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Returns what each task reads before the first call."""
     if strategy is False:
-        return {"strategy": None, "seed": None}
-    if strategy == PLAIN or isinstance(strategy, Mapping):
-        return {"strategy": strategy if isinstance(strategy, str) else dict(strategy), "seed": seed}
-    return {"strategy": {} if strategy is True else {"kind": strategy}, "seed": seed}
+        return {"strategy": None, "seed": None, "servers": None}
+    if isinstance(strategy, Mapping):
+        strategy = dict(strategy)
+    elif strategy != PLAIN:
+        strategy = {} if strategy is True else {"kind": strategy}
+    return {"strategy": strategy, "seed": seed, "servers": None}
+
+
+def _setup_of_servers(arguments: Mapping[str, Any], workers: int, ps: int) -> dict[str, Any]:
+    """Returns what one process reads that is to be the chief and have the servers of workers and ps."""
+    arguments = {"kind": "parameter_server", "step_timeout_s": process.DEFAULT_STEP_TIMEOUT_S, **arguments}
+    kind = arguments.pop("kind")
+    if kind not in (None, "parameter_server"):
+        raise UnsupportedError(f"a strategy of kind {kind!r} has no parameter servers: leave out ps={ps}, or the kind")
+    for name in arguments.keys() - {"seed", "step_timeout_s"}:
+        raise UnsupportedError(
+            f"strategy={{{name!r}: ...}} with ps={ps}: servers in one process take seed and step_timeout_s alone. "
+            "Leave out `strategy`, and let the function call tfdist.create_strategy(...): every task is a process then"
+        )
+    return {"strategy": arguments, "servers": {"workers": workers, "ps": ps}}
 
 
 def _refuse_inside_task() -> None:

@@ -40,7 +40,7 @@ class Started:
     """Started tasks, which wait for calls.
 
     Args:
-        options: Which tasks.
+        options: Which tasks. With ps the chief's result is the only one: the others serve until the chief ends.
         setup: What each task reads before its first call.
         folder: A new folder of theirs.
         environ: Their environment.
@@ -50,6 +50,7 @@ class Started:
         self.launched: Launched
         self._folder = folder
         self._tasks = options.tasks
+        self._answering = 1 if options.ps else len(self._tasks)
         self._calls = 0
         with open(os.path.join(folder, task.SETUP), "w", encoding="utf-8") as file:
             json.dump(setup, file)
@@ -61,7 +62,7 @@ class Started:
             raise
 
     def call(self, request: Mapping[str, Any], deadline: Deadline) -> list[Any]:
-        """Returns what the function that `request` describes returns on each task."""
+        """Returns what the function that `request` describes returns on each task that answers."""
         name = f"{request['function']['name']}()"
         self._calls += 1
         values.write(task.call_path(self._folder, self._calls), request)
@@ -69,10 +70,12 @@ class Started:
         self._wait_until(lambda: len(self._channels.pids) == len(self._tasks), name, deadline)
         self.launched.mark_logs()
         self._channels.send({"call": self._calls})
-        self._wait_until(lambda: all(map(self._has_returned, range(len(self._tasks)))), name, deadline)
-        paths = [task.result_path(self._folder, self._calls, index) for index in range(len(self._tasks))]
+        self._wait_until(lambda: all(map(self._has_returned, range(self._answering))), name, deadline)
+        paths = [task.result_path(self._folder, self._calls, index) for index in range(self._answering)]
         results = [values.read(path) for path in paths]
-        for path in (*paths, task.call_path(self._folder, self._calls)):
+        if self._answering == len(self._tasks):  # else one of the others may still have to read it
+            paths.append(task.call_path(self._folder, self._calls))
+        for path in paths:
             os.unlink(path)
         return results
 

@@ -36,7 +36,8 @@ def main(folder: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _fail(error, failure_path(folder, index))
+        if not _has_served(error):
+            _fail(error, failure_path(folder, index))
 
 
 def call_path(folder: str, call: int) -> str:
@@ -65,6 +66,10 @@ def _set_up(folder: str) -> tuple[list[Any], int | None]:
         return [tf.distribute.get_strategy()], seed
     if setup["strategy"] is None:
         return [], seed
+    if setup["servers"] is not None:
+        from tfdist.testing import servers
+
+        return [servers.start(**setup["servers"], **{"seed": seed, **setup["strategy"]})], seed
     from tfdist.strategy import create_strategy
 
     return [create_strategy(**{"seed": seed, **setup["strategy"]})], seed
@@ -82,8 +87,17 @@ def _run(request: Mapping[str, Any], strategy: list[Any], seed: int | None) -> t
     try:
         result = function(*strategy, *request["arguments"], **request["named"])
     except SystemExit as error:
+        if _has_served(error):
+            raise
         raise RuntimeError(f"the function called sys.exit({error.code!r}); let it return, or raise an error") from error
     return result, request["function"]["name"]
+
+
+def _has_served(error: BaseException) -> bool:
+    """Whether the function ended in create_strategy, as it does on the workers and ps of a parameter-server cluster."""
+    current = process.current()
+    presence = None if current is None else current.presence
+    return isinstance(error, SystemExit) and error.code == 0 and presence is not None and not process.is_chief()
 
 
 def _say(connection: socket.socket, message: Mapping[str, Any]) -> None:

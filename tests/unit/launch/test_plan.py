@@ -28,6 +28,7 @@ def environ_of(made, index=0):
         ({}, ["worker 0"]),
         ({"workers": 2}, ["worker 0", "worker 1"]),
         ({"workers": 1, "chief": True}, ["chief 0", "worker 0"]),
+        ({"workers": 0, "chief": True}, ["chief 0"]),
         ({"workers": 2, "ps": 1}, ["chief 0", "worker 0", "worker 1", "ps 0"]),
         ({"workers": 1, "ps": 2, "chief": True}, ["chief 0", "worker 0", "ps 0", "ps 1"]),
     ],
@@ -209,6 +210,7 @@ def test_each_task_that_computes_gets_one_gpu_and_no_other_task_any(options, gpu
     ("options", "words"),
     [
         ({"workers": 0}, "--workers must be at least 1, not 0"),
+        ({"workers": 0, "ps": 1, "chief": True}, "--workers must be at least 1, not 0"),
         ({"ps": -1}, "--ps must be at least 0, not -1"),
         ({"threads_per_task": 0}, "--threads-per-task must be at least 1, not 0"),
         ({"start_timeout_s": 0.0}, "--start-timeout must be a number of seconds above 0, not 0"),
