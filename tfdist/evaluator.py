@@ -20,7 +20,7 @@ The tasks that train validate all the same: they do not know of an evaluator, an
 leave it to the evaluator, give validation_data there alone:
 
     config = tfdist.resolve()
-    is_evaluator = config is not None and config.task.type == "evaluator"
+    is_evaluator = config is not None and config.is_evaluator
     model.fit(..., validation_data=(x_test, y_test) if is_evaluator else None)
 
 Callbacks get `on_train_begin`, for each checkpoint `on_epoch_begin`, `on_test_...` and `on_epoch_end` with `val_...`

@@ -11,7 +11,7 @@ import pytest
 
 import tfdist
 from tfdist.trainer import callbacks
-from tfdist.trainer.callbacks import ON_EVERY_TASK, ON_THE_CHIEF
+from tfdist.trainer.callbacks import IN_THE_EVALUATOR, ON_EVERY_TASK, ON_THE_CHIEF
 
 DOCS = (Path(__file__).parents[3] / "docs" / "callbacks.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (the chief|every task) \|", DOCS, re.MULTILINE))
@@ -50,6 +50,10 @@ def test_no_place_is_for_a_callback_that_keras_does_not_have():
 def test_the_documentation_says_the_same():
     code = {**dict.fromkeys(ON_THE_CHIEF, "the chief"), **dict.fromkeys(ON_EVERY_TASK, "every task")}
     assert code == ROWS
+
+
+def test_the_documentation_says_which_run_in_the_evaluator():
+    assert IN_THE_EVALUATOR == tuple(re.findall(r"^\| `(\w+)` \| Runs[,;.]", DOCS, re.MULTILINE))
 
 
 def test_the_documentation_names_all_of_ours():
