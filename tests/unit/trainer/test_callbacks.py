@@ -53,7 +53,7 @@ def test_the_documentation_says_the_same():
 
 
 def test_the_documentation_says_which_run_in_the_evaluator():
-    assert IN_THE_EVALUATOR == tuple(re.findall(r"^\| `(\w+)` \| Runs[,;.]", DOCS, re.MULTILINE))
+    assert tuple(re.findall(r"^\| `(\w+)` \| Runs[,;.]", DOCS, re.MULTILINE)) == IN_THE_EVALUATOR
 
 
 def test_the_documentation_names_all_of_ours():
