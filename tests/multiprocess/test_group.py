@@ -56,16 +56,22 @@ class Tasks:
         for sock in sockets:
             sock.close()
         self.output = [""] * count
-        self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), str(index), addresses, repr(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                bufsize=0,
-            )
-            for index in range(count if start is None else start)
-        ]
+        self._arguments = [[sys.executable, str(script), str(i), addresses, repr(settings)] for i in range(count)]
+        self._all: list[subprocess.Popen[bytes]] = []
+        self.processes = [self._start(index) for index in range(count if start is None else start)]
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            self._arguments[index], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
+        )
+        self._all.append(process)
+        return process
+
+    def start_anew(self, index: int) -> subprocess.Popen[bytes]:
+        """Starts another process of a task; returns the former one."""
+        former, self.processes[index] = self.processes[index], self._start(index)
+        self.output[index] = ""
+        return former
 
     def expect(self, index: int, pattern: str, *, within_s: float = DEADLINE_S) -> re.Match[str]:
         """Waits until the task's output holds the pattern."""
@@ -99,7 +105,7 @@ class Tasks:
         return "\n".join(f"task {i}:\n{text}" for i, text in enumerate(self.output))
 
     def close(self) -> None:
-        for process in self.processes:
+        for process in self._all:
             process.kill()
             process.wait()
             process.stdin.close()
@@ -317,3 +323,88 @@ group.leave(0, wait_s=10)
         assert int(grown[1]) == 0
         assert int(grown[2]) < 5  # MiB
         assert tasks.ends(index) == 0
+
+
+SERVE_AT_A_DOOR = """
+import threading
+
+def tell():
+    changes = group.changes()
+    while (change := changes.get()) is not None:
+        number, trouble = change
+        say("heard", count := globals().get("count", 0) + 1, number, trouble and trouble.kind)
+        globals()["count"] = count
+
+if index == 0:
+    group.door.open()
+    threading.Thread(target=tell, daemon=True).start()
+    say("open")
+    wait()
+    group.leave(0, wait_s=20)
+else:
+    say("came back" if group.has_come_back else "came")
+    group.wait_until_left(0)
+    group.leave(0, wait_s=20)
+group.close()
+"""
+
+
+def test_a_task_is_let_in_again_after_its_death_and_in_place_of_one_that_hangs(start):
+    tasks = start(3, SERVE_AT_A_DOOR, heartbeat_timeout_s=3.0)
+    tasks.expect(0, "open")
+    tasks.expect(1, "came")
+    tasks.signal(1, signal.SIGKILL)
+    tasks.expect(0, "heard 1 1 died")
+    tasks.start_anew(1)
+    tasks.expect(0, "heard 2 1 None")
+    tasks.expect(1, "came back")
+
+    tasks.signal(1, signal.SIGSTOP)
+    tasks.expect(0, "heard 3 1 silent")
+    tasks.signal(1, signal.SIGCONT)
+    tasks.expect(0, "heard 4 1 None")
+
+    tasks.signal(1, signal.SIGSTOP)
+    hung = tasks.start_anew(1)  # nobody knows yet
+    tasks.expect(0, "heard 5 1 silent\nheard 6 1 None")
+    tasks.expect(1, "came back")
+    hung.send_signal(signal.SIGCONT)
+    assert hung.wait(DEADLINE_S) == 1, "its place is taken"
+
+    tasks.poke(0)
+    assert [tasks.ends(index) for index in range(3)] == [0, 0, 0], tasks.all_output()
+
+
+def test_a_task_that_came_back_sees_the_end_of_the_one_that_let_it_in(start):
+    tasks = start(2, SERVE_AT_A_DOOR)
+    tasks.expect(0, "open")
+    tasks.signal(1, signal.SIGKILL)
+    tasks.start_anew(1)
+    tasks.expect(1, "came back")
+    tasks.signal(0, signal.SIGKILL)
+    tasks.expect(1, "PeerLostError for worker 0 at .* worker 0 is gone")
+    assert tasks.ends(1) == 1
+
+
+NEED_ALL = """
+from tfdist import attendance
+attendance.ASK_S = 0.2
+
+if index == 0:
+    there = attendance.Attendance(group, has_launcher=False, start_timeout_s=20, step_timeout_s=20)
+    with there.needed():
+        say("needs")
+        wait()
+else:
+    group.wait_until_left(0)
+"""
+
+
+def test_a_chief_that_waits_elsewhere_for_a_task_that_hangs_ends_and_names_it(start):
+    tasks = start(3, NEED_ALL, heartbeat_timeout_s=2.0)
+    tasks.expect(0, "needs")
+    tasks.signal(1, signal.SIGSTOP)
+    tasks.expect(0, "PeerLostError: worker 1 has been silent for .*, and TensorFlow waits for it without end")
+    assert tasks.ends(0) == 1
+    tasks.expect(2, "PeerLostError for worker 0")
+    assert tasks.ends(2) == 1

@@ -149,6 +149,8 @@ class _Meeting:
                     pause = min(pause * 1.5, _MAX_RETRY_S)
                 else:
                     self._hand_over(arrival)
+                    if Verdict.of(arrival.identity) is not None:
+                        return  # at a door one connection is all
                     break
 
     def _connect_once(self, host: str, port: int, channel: Channel) -> Arrival:
