@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras
 import numpy as np
 import tensorflow as tf
+from counting import TwoCounts
 
 import tfdist
 from tfdist.testing import servers
@@ -116,21 +118,6 @@ def shuffled_arrays_read_every_row_once(strategy: Any) -> dict:
         model.compile("sgd", "mse", metrics=[TwoCounts()], jit_compile=False, steps_per_execution=3)
     history = model.fit(X, np.arange(ROWS, dtype="float32")[:, None], batch_size=24, epochs=3, shuffle=True, verbose=0)
     return {"two counts": history.history["two_counts"], "iterations": int(model.optimizer.iterations)}
-
-
-class TwoCounts(keras.metrics.Metric):
-    """Rows, plus a thousandth of the sum of what they hold."""
-
-    def __init__(self) -> None:
-        super().__init__(name="two_counts")
-        self.rows, self.total = (self.add_weight(name=n, initializer="zeros") for n in ("rows", "total"))
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        self.rows.assign(self.rows + keras.ops.cast(keras.ops.shape(y_true)[0], "float32"))
-        self.total.assign(self.total + keras.ops.sum(y_true))
-
-    def result(self) -> Any:
-        return self.rows + self.total / 1000
 
 
 class Largest(keras.metrics.Metric):
@@ -298,6 +285,69 @@ def goes_on_from_a_checkpoint(strategy: Any) -> dict:
         **{f"ours {i}": w for i, w in enumerate(resumed.get_weights())},
         **{f"plain {i}": w for i, w in enumerate(whole.get_weights())},
     }
+
+
+@case
+def keras_callbacks(strategy: Any) -> dict:
+    """What Keras' own callbacks see and do."""
+    folder = Path(tempfile.mkdtemp())
+    rates: dict[str, list[float]] = {}
+
+    def fit(name: str, callback: Any, y: np.ndarray = Y, rate: float = 0.05, epochs: int = 4) -> Any:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+            model.compile(keras.optimizers.SGD(rate), "mse", jit_compile=False)
+        callbacks = [callback, keras.callbacks.LambdaCallback(on_epoch_end=note(name, model))]
+        return model, model.fit(X, y, batch_size=20, epochs=epochs, verbose=0, callbacks=callbacks)
+
+    def note(name: str, model: Any) -> Any:
+        rates[name] = []
+        return lambda epoch, logs: rates[name].append(float(model.optimizer.learning_rate))
+
+    _, scheduled = fit("scheduler", keras.callbacks.LearningRateScheduler(lambda epoch, _: 0.05 if epoch < 2 else 0.0))
+    _, reduced = fit("plateau", keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=1e9))
+    _, stopped = fit("early", keras.callbacks.EarlyStopping("loss", patience=1, min_delta=1e-3), rate=0.0, epochs=9)
+    saved, _ = fit("saved", keras.callbacks.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), save_weights_only=True))
+    _, logged = fit("csv", keras.callbacks.CSVLogger(str(folder / "log.csv")))
+    nan, _ = fit("nan", keras.callbacks.TerminateOnNaN(), y=np.full_like(Y, np.nan), epochs=5)
+    last = saved.get_weights()
+    saved.load_weights(folder / "4.weights.h5")
+    rows = (folder / "log.csv").read_text().splitlines()
+    result = {
+        "scheduled losses": scheduled.history["loss"],
+        "scheduler": rates["scheduler"],
+        "plateau": rates["plateau"],
+        "plateau epochs": reduced.epoch,
+        "early epochs": stopped.epoch,
+        "saved files": sorted(path.name for path in folder.glob("*.h5")),
+        "saved is last": all(np.array_equal(a, b) for a, b in zip(last, saved.get_weights(), strict=True)),
+        "csv": [float(row.split(",")[1]) for row in rows[1:]],
+        "csv expected": logged.history["loss"],
+        "nan iterations": int(nan.optimizer.iterations),
+    }
+    shutil.rmtree(folder)
+    return result
+
+
+@case
+def python_in_a_workers_dataset(strategy: Any) -> dict:
+    def generated(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        spec = (tf.TensorSpec([6], tf.float32), tf.TensorSpec([1], tf.float32))
+        return tf.data.Dataset.from_generator(lambda: zip(X, Y, strict=True), output_signature=spec).batch(20)
+
+    def plain(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices((X, Y)).map(lambda x, y: (x + 0, y)).batch(20)
+
+    said = {}
+    for name, function in {"generated": generated, "plain": plain}.items():
+        with strategy.scope():
+            model = model_of()
+            model.compile("sgd", "mse", jit_compile=False)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.fit(function, epochs=2, verbose=0)
+        said[name] = [str(warning.message) for warning in caught if "Python" in str(warning.message)]
+    return said
 
 
 @case

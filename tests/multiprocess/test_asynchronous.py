@@ -144,6 +144,29 @@ def test_fit_goes_on_after_the_last_saved_epoch(workers, result):
         assert compare(_of("ours", found), _of("plain", found), tolerance=0)
 
 
+@pytest.mark.parametrize("workers", BOTH)
+def test_keras_callbacks_act_and_see_epochs_as_in_one_process(workers, result):
+    found = result("keras_callbacks", workers)
+    assert found["scheduler"] == pytest.approx([0.05, 0.05, 0, 0])
+    losses = found["scheduled losses"]
+    assert losses[0] > losses[2] == pytest.approx(losses[3], rel=1e-5), "no step moves anything at a rate of 0"
+    assert found["plateau"] == pytest.approx([0.05, 0.025, 0.0125, 0.00625])
+    assert found["early epochs"].tolist() == [0, 1]
+    assert found["saved files"].tolist() == [f"{epoch}.weights.h5" for epoch in (1, 2, 3, 4)]
+    assert found["saved is last"]
+    assert found["csv"] == pytest.approx(found["csv expected"])
+    # Stopped by its first loss; what was in flight ends.
+    assert 1 <= found["nan iterations"] <= 1 + 2 * workers
+
+
+@pytest.mark.parametrize("workers", BOTH)
+def test_python_that_would_run_on_the_coordinator_is_said_once(workers, result):
+    found = result("python_in_a_workers_dataset", workers)
+    assert len(found["generated"]) == 1
+    assert "runs in this process, not on the workers" in found["generated"][0]
+    assert not len(found["plain"])
+
+
 def test_no_parameter_server_holds_more_than_the_largest_variable_demands(result):
     found = result("where_variables_are", 1)
     total = found["ps 0"] + found["ps 1"]

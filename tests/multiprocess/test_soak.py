@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import is_alive, pids_in, run, started, wait_for, write
+from losing_workers import Losing, assert_exact
 
 pytestmark = pytest.mark.soak
 
@@ -68,3 +69,17 @@ def test_twenty_starts_and_kills_leave_no_process_and_no_port(tmp_path):
             os.kill(victim, signal.SIGKILL)
             launcher.communicate(timeout=20)
         wait_for(lambda pids=pids: not any(map(is_alive, pids)), f"the tasks of start {number} to be gone", 5)
+
+
+@pytest.mark.parametrize("kind", ["own", "fed"])
+def test_ten_times_a_worker_dies_and_comes_back_and_every_row_counts_once(kind, tmp_path):
+    with Losing(tmp_path) as cluster:
+        if kind == "fed":
+            cluster.stop("own")
+        cluster.wait_for_words(f"{kind} epoch")
+        for _ in range(10):
+            cluster.cycle(kind)
+        cluster.stop("own")
+        cluster.stop("fed")
+        assert set(cluster.codes().values()) == {0}, str(cluster)
+        assert_exact(cluster, kind, losses=10)

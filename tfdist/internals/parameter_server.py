@@ -44,8 +44,8 @@ def failed_ps(error: BaseException) -> list[int]:
 
 def per_worker_iterators(
     coordinator: Any, make: Callable[[int, int, tf.Tensor], tf.data.Dataset], skip: Callable[[int], int]
-) -> tuple[Any, Any]:
-    """Returns (iterators, indices of the workers), as arguments of closures.
+) -> tuple[Any, Any, Any]:
+    """Returns (iterators, indices of the workers), as arguments of closures, and the function that makes the first.
 
     TensorFlow's own `create_per_worker_dataset` calls its function once, with the context of worker 0 of 1, for all
     workers (parameter_server_strategy_v2.py, `_distribute_datasets_from_function`). It makes what `create_resource` was
@@ -57,7 +57,7 @@ def per_worker_iterators(
         skip: The worker's index -> how many elements its iterator leaves out if it is made now.
     """
     workers = coordinator._cluster.workers
-    iterators, indices = [], []
+    iterators, indices, functions = [], [], []
     for worker in workers:
         made = tf.function(functools.partial(make, worker.worker_index, len(workers)), autograph=False)
         concrete = made.get_concrete_function(tf.TensorSpec([], tf.int64))
@@ -71,13 +71,21 @@ def per_worker_iterators(
         index._type_spec = tf.TensorSpec([], tf.int32)
         iterators.append(iterator)
         indices.append(index)
+        functions.append(concrete)
     values = coordinator_values.PerWorkerValues
-    return values(tuple(iterators)), values(tuple(indices))
+    return values(tuple(iterators)), values(tuple(indices)), functions[0]
 
 
 def spec_of(per_worker: Any) -> Any:
     """Returns what a function is traced for that gets the value of the worker which runs it."""
     return per_worker._values[0]._type_spec
+
+
+def runs_python(concrete: Any) -> bool:
+    """Whether a traced function, or one that it holds, calls Python, which runs in the process that traced it."""
+    graph = concrete.graph.as_graph_def()
+    bodies = (graph.node, *(function.node_def for function in graph.library.function))
+    return any(node.op in ("PyFunc", "PyFuncStateless", "EagerPyFunc") for nodes in bodies for node in nodes)
 
 
 def place(strategy: Any, choose: Callable[[Sequence[int], int], int]) -> None:

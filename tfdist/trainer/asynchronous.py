@@ -81,6 +81,7 @@ class AsynchronousEngine:
         self.agreement = Agreement(None)
         self.size, self.index, self.is_chief = 1, 0, True
         self._has_said_the_plan = False
+        self._said_lost: list[int] = []
 
     # -- what the loop asks of any engine; here one process decides, and nobody has to agree with it
 
@@ -238,12 +239,13 @@ class AsynchronousEngine:
         left = [worker for worker, share in enumerate(data.shares) if not share.is_whole]
         if not left or steps == 0:
             return
-        logger.warning(
-            "%s: this process reads the rest of %s of the data, from %s on",
-            " and ".join(f"worker {worker}" for worker in left) + (" is lost" if len(left) == 1 else " are lost"),
-            "its share" if len(left) == 1 else "their shares",
-            " and ".join(f"batch {data.shares[worker].next + 1}" for worker in left),
-        )
+        if left != self._said_lost:
+            self._said_lost = left
+            logger.warning(
+                "%s lost: this process reads the rest of %s of the data",
+                " and ".join(f"worker {worker}" for worker in left) + (" is" if len(left) == 1 else " are"),
+                "its share" if len(left) == 1 else "their shares",
+            )
         batches = itertools.islice(itertools.chain.from_iterable(map(data.rest_of, left)), steps)
 
         def closures() -> Iterator[Closure]:

@@ -70,10 +70,17 @@ class PerWorker:
     Attributes:
         iterators: As an argument of a closure: the iterator of the worker that runs it.
         indices: As an argument of a closure: the index of that worker.
+        first: The function that makes the first worker's dataset.
     """
 
     iterators: Any
     indices: Any
+    first: Any
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether reading calls Python, which runs in this process and not where the iterator is."""
+        return internals.runs_python(self.first)
 
     @property
     def spec(self) -> tuple[Any, Any]:

@@ -39,6 +39,7 @@ class WorkerInput:
         self.wanted_steps = self.steps = steps
         self._kept: PerWorker | None = None
         self._epoch = 0
+        self._has_looked = False
         self.shares: list[Share] = []
 
     def summary(self, prefix: str) -> dict[str, Any]:
@@ -62,7 +63,18 @@ class WorkerInput:
                 return self._make(worker, count, epoch).skip(skip).enumerate(skip)
 
             self._kept = coordination.per_worker(make, lambda worker: shares[worker].next)
+            self._say_once_where_python_runs(self._kept)
         return self._kept
+
+    def _say_once_where_python_runs(self, per_worker: PerWorker) -> None:
+        if not self._has_looked and per_worker.runs_python:
+            warnings.warn(
+                "the function of an InputContext makes a dataset that calls Python (from_generator, py_function, "
+                "numpy_function), which runs in this process, not on the workers, and for all of them; read with "
+                "operations of TensorFlow there, or pass the generator itself to fit",
+                stacklevel=3,
+            )
+        self._has_looked = True
 
     @functools.cached_property
     def is_endless(self) -> bool:

@@ -1,0 +1,22 @@
+"""A worker dies in mid-epoch and comes back, or does not: `fit` ends, and every row counts once."""
+
+from __future__ import annotations
+
+import pytest
+from losing_workers import EXACT, Losing, assert_exact
+
+
+def test_every_row_counts_once_though_a_worker_dies_and_comes_back(tmp_path):
+    with Losing(tmp_path) as cluster:
+        for kind in ("own", "fed"):
+            cluster.wait_for_words(f"{kind} epoch")
+            cluster.cycle(kind)
+            if kind == "fed":
+                cluster.kill("worker 1")  # for good: what follows has the other one
+            cluster.stop(kind)
+        codes = cluster.codes()
+        assert (codes["chief 0"], codes["worker 0"], codes["ps 0"]) == (0, 0, 0), str(cluster)
+        assert_exact(cluster, "own", losses=1)
+        assert_exact(cluster, "fed", losses=2)
+        assert cluster.evaluated() == pytest.approx([EXACT] * 4, abs=1e-3), str(cluster)
+        assert "worker 1 is lost: this process reads the rest of its share" in cluster.log("chief 0"), str(cluster)
