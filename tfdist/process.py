@@ -252,7 +252,8 @@ def report(kind: str, **fields: object) -> None:
     """Sends one line to the launcher, if there is one; never raises, never blocks for more than a moment.
 
     Args:
-        kind: "phase" (with `phase`), "step" (with `step`; sent at most twice a second), "error" or "bye".
+        kind: "phase" (with `phase`), "step" (with `step`; sent at most twice a second), "lost" (with the `task` that
+            hangs and must be ended, and `why`), "error" or "bye".
         fields: What else the launcher should know, as plain values.
     """
     global _last_step

@@ -6,7 +6,7 @@
     group.leave(0)
 
 `meeting` connects every pair of tasks, `exchange` moves the bytes of one call, `monitor` sees peers die, `reduction`
-does the sums and `calls` checks that all tasks make the same call.
+does the sums and `calls` checks that all tasks make the same call. At a `door` a task that starts anew is let in.
 """
 
 from tfdist.collectives.group import Group
