@@ -458,6 +458,70 @@ PROJECT = {
         def test_failing(tfdist_cluster):
             tfdist_cluster.run(boom)
     """,
+    "tests/test_servers.py": """
+        import os
+
+        import keras
+        import numpy as np
+        import pytest
+        import tensorflow as tf
+        from tfdist.testing import local_cluster
+
+        X = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+
+        def train(strategy, epochs=2):
+            with strategy.scope():
+                model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+                model.compile("adam", "mse", jit_compile=False)
+            model.fit(X, X[:, :1], batch_size=8, epochs=epochs, verbose=0)
+            return int(model.optimizer.iterations), os.getpid()
+
+        def train_plainly():
+            keras.utils.set_random_seed(1)
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+            model.compile("adam", "mse")
+            logs = model.fit(X, X[:, :1], epochs=2, verbose=0).history
+            return model, np.concatenate([*map(np.ravel, model.get_weights()), logs["loss"]])
+
+        @pytest.fixture(scope="module")
+        def before():
+            "What this process has and is before the first cluster."
+            model, numbers = train_plainly()
+            return model, model.predict(X, verbose=0), numbers, state()
+
+        def state():
+            return {
+                "threads": len(os.listdir("/proc/self/task")),
+                "files": len(os.listdir("/proc/self/fd")),
+                "devices": [device.name for device in tf.config.list_logical_devices()],
+                "strategy": type(tf.distribute.get_strategy()).__name__,
+                "TF_CONFIG": os.environ.get("TF_CONFIG"),
+            }
+
+        PIDS = []
+
+        @pytest.mark.tfdist_cluster(workers=2, ps=2, strategy=True)
+        @pytest.mark.parametrize("epochs", [1, 3])
+        def test_the_fixture_trains_through_the_same_servers(before, tfdist_cluster, epochs):
+            ((steps, pid),) = tfdist_cluster.run(train, epochs)
+            PIDS.append(pid)
+            assert steps == 8 * epochs
+            assert PIDS[0] == pid != os.getpid()
+
+        def test_two_clusters_at_once(before):
+            arguments = {"workers": 1, "ps": 1, "strategy": {"seed": 3, "step_timeout_s": 30}}
+            with local_cluster(**arguments) as one, local_cluster(**arguments) as other:
+                ((first, here),), ((second, there),) = one.run(train), other.run(train)
+            assert first == second == 16
+            assert len({here, there, *PIDS}) == 3
+
+        def test_this_process_is_as_before(before, _tfdist_kept):
+            model, predictions, numbers, was = before
+            _tfdist_kept.close()
+            assert state() == was
+            np.testing.assert_array_equal(model.predict(X, verbose=0), predictions)
+            np.testing.assert_array_equal(train_plainly()[1], numbers)
+    """,
 }
 
 
@@ -468,7 +532,7 @@ def pytest_in(folder, *arguments):
         env=environment({"COLUMNS": "300"}),  # uncut lines
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
     )
 
@@ -483,13 +547,18 @@ def project(tmp_path_factory):
 
 
 def test_another_project_gets_the_fixture_and_the_marks_without_asking(project):
-    ended = pytest_in(project, "-q", "-rA")
+    ended = pytest_in(project, "-q", "-rA", "tests/test_mine.py")
     failed = re.findall(r"^FAILED \S+::(\S+) - (.*)", ended.stdout, re.MULTILINE)
     assert [name for name, _ in failed] == ["test_deadline", "test_failing"], ended.stdout
     assert failed[0][1].startswith("tfdist.errors.TaskTimeoutError: forever() took longer than 1 s")
     assert failed[1][1] == "ZeroDivisionError: in a task"
     assert "boom() failed: worker 0 was first" in ended.stdout
     assert "6 passed" in ended.stdout.splitlines()[-1]
+
+
+def test_another_project_gets_parameter_servers_and_its_own_process_stays_as_it_was(project):
+    ended = pytest_in(project, "-q", "tests/test_servers.py")
+    assert ended.stdout.splitlines()[-1].startswith("4 passed"), ended.stdout
 
 
 def test_another_project_can_do_without(project):
