@@ -12,6 +12,7 @@ import pytest
 import tfdist
 from tfdist.trainer import callbacks
 from tfdist.trainer.callbacks import IN_THE_EVALUATOR, ON_EVERY_TASK, ON_THE_CHIEF
+from tfdist.trainer.passes import Watched
 
 DOCS = (Path(__file__).parents[3] / "docs" / "callbacks.md").read_text(encoding="utf-8")
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (the chief|every task) \|", DOCS, re.MULTILINE))
@@ -114,3 +115,17 @@ def test_callbacks_that_change_the_model_are_named(given, names):
 )
 def test_only_code_of_the_users_between_steps_costs_a_look_at_the_optimizer(given, may):
     assert callbacks.may_act_between_steps(given) is may
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], Watched.NEVER),
+        ([k.EarlyStopping(), k.LearningRateScheduler(lambda epoch: 0.1), Own()], Watched.NEVER),
+        ([k.ProgbarLogger()], Watched.SOMETIMES),
+        ([k.ProgbarLogger(), OwnOfSteps()], Watched.ALWAYS),
+        ([k.TerminateOnNaN()], Watched.ALWAYS),
+    ],
+)
+def test_logs_of_single_batches_are_formed_where_a_callback_gets_them(given, expected):
+    assert callbacks.watched(k.CallbackList(given), "train") is expected
