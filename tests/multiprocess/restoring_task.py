@@ -1,6 +1,7 @@
 """Goes on from checkpoints of other clusters: `restoring_task.py FOLDER WORKERS PS read,read,... [write]`.
 
-Without workers it is one plain process. FOLDER/<name> are the checkpoints, FOLDER/<name> by <workers> and <ps>.npz the values.
+Without workers it is one plain process. FOLDER/<name> are the checkpoints, FOLDER/<name> by <workers> and <ps>.npz the
+values.
 """
 
 from __future__ import annotations
