@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import queue
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,8 +30,9 @@ SAY_EVERY_S = 10.0
 START_AGAIN = "start the run again, and a Checkpoint callback goes on from the last saved epoch"
 # A hung process that the launcher was told of is killed at once; else nobody can (it runs on another host).
 KILL_S = 15.0
-# An operation of TensorFlow's fails by itself where a ps is gone, and then the main thread asks.
+# Where a task is lost, TensorFlow's operations mostly fail by themselves; some never end.
 ASK_S = 10.0
+STUCK_S = 60.0
 
 
 class Attendance:
@@ -39,18 +42,17 @@ class Attendance:
         group: All tasks of the cluster; this one is the chief.
         has_launcher: Whether there is a launcher, which ends processes that hang.
         start_timeout_s: How long to wait for a worker where none is left.
-        step_timeout_s: How long code outside `needed` may go on where the run can not.
     """
 
-    def __init__(self, group: Group, *, has_launcher: bool, start_timeout_s: float, step_timeout_s: float) -> None:
-        self._group, self._has_launcher = group, has_launcher
-        self._start_timeout_s, self._step_timeout_s = start_timeout_s, step_timeout_s
+    def __init__(self, group: Group, *, has_launcher: bool, start_timeout_s: float) -> None:
+        self._group, self._has_launcher, self._start_timeout_s = group, has_launcher, start_timeout_s
         self._workers = [task for task in group.tasks if task.type == "worker"]
         self._lock = threading.Lock()
         self._missing: dict[Task, tuple[Trouble, float]] = {}  # and since when
         self._reported: dict[Task, float] = {}  # hung workers that the launcher was told of, and when
         self._error: PeerLostError | None = None
-        self._known_since = 0.0
+        self._place: object = None  # where the main thread waits in TensorFlow
+        self._stuck_since = 0.0  # there, or in `needed`, with the error known
         self._needed = 0
         self._raised = False
         self._say_at = 0.0
@@ -93,10 +95,8 @@ class Attendance:
             with self._lock:
                 now = time.monotonic()
                 self._judge(now)
-                error = self._error
-                patience_s = ASK_S if self._needed else self._step_timeout_s
-                is_stuck = error is not None and not self._raised and now - self._known_since > patience_s
-            if error is not None and is_stuck:
+                error = self._error if self._is_stuck(now) else None
+            if error is not None:
                 process.fail(error)
 
     def _take(self, task: Task, trouble: Trouble | None) -> None:
@@ -124,10 +124,17 @@ class Attendance:
     def _judge(self, now: float) -> None:
         """Decides whether the run can go on."""
         error = self._without_ps() or self._with_a_hung_worker(now) or self._without_workers(now)
-        if self._error is None:
-            self._known_since = now
         if not self._raised:
             self._error = error
+
+    def _is_stuck(self, now: float) -> bool:
+        """Returns whether this process waits in vain, and nothing will raise the error."""
+        place = None
+        if self._error is not None and not self._raised:
+            place = "needed" if self._needed else _place_in_tensorflow()
+        if place is None or place != self._place:
+            self._place, self._stuck_since = place, now
+        return now - self._stuck_since > (ASK_S if self._needed else STUCK_S)
 
     def _without_ps(self) -> PeerLostError | None:
         for task, (trouble, _) in self._missing.items():
@@ -171,3 +178,14 @@ class Attendance:
                 "waiting for a worker to come back (%.0f s of %g s): none is left", waited_s, self._start_timeout_s
             )
         return None
+
+
+def _place_in_tensorflow() -> object:
+    """Returns what stays the same as long as the main thread waits in one call of TensorFlow's; None elsewhere."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001
+    place = None if frame is None else (id(frame), frame.f_lasti)
+    while frame is not None:
+        if f"{os.sep}tensorflow{os.sep}" in frame.f_code.co_filename:
+            return place
+        frame = frame.f_back
+    return None

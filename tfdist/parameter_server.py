@@ -41,9 +41,7 @@ def coordinate(
     group.barrier(SERVERS)
     assert group.door is not None
     group.door.open(lambda index: _why_not_back(group.tasks[index]))
-    attendance = Attendance(
-        group, has_launcher=has_launcher, start_timeout_s=start_timeout_s, step_timeout_s=step_timeout_s
-    )
+    attendance = Attendance(group, has_launcher=has_launcher, start_timeout_s=start_timeout_s)
     with attendance.needed():
         strategy = _at_a_free_port(
             config,

@@ -388,20 +388,26 @@ def test_a_task_that_came_back_sees_the_end_of_the_one_that_let_it_in(start):
 
 NEED_ALL = """
 from tfdist import attendance
-attendance.ASK_S = 0.2
+attendance.ASK_S = attendance.STUCK_S = 0.2
 
 if index == 0:
-    there = attendance.Attendance(group, has_launcher=False, start_timeout_s=20, step_timeout_s=20)
-    with there.needed():
-        say("needs")
-        wait()
+    there = attendance.Attendance(group, has_launcher=False, start_timeout_s=20)
+    WAIT
 else:
     group.wait_until_left(0)
 """
 
 
-def test_a_chief_that_waits_elsewhere_for_a_task_that_hangs_ends_and_names_it(start):
-    tasks = start(3, NEED_ALL, heartbeat_timeout_s=2.0)
+@pytest.mark.parametrize(
+    "wait",
+    [
+        'with there.needed():\n        say("needs")\n        wait()',
+        'say("needs")\n    exec(compile("wait()", "/x/tensorflow/y.py", "exec"))',
+    ],
+    ids=["in fit", "in a call of TensorFlow's"],
+)
+def test_a_chief_that_waits_elsewhere_for_a_task_that_hangs_ends_and_names_it(start, wait):
+    tasks = start(3, NEED_ALL.replace("WAIT", wait), heartbeat_timeout_s=2.0)
     tasks.expect(0, "needs")
     tasks.signal(1, signal.SIGSTOP)
     tasks.expect(0, "PeerLostError: worker 1 has been silent for .*, and TensorFlow waits for it without end")

@@ -52,7 +52,7 @@ class Cluster:
         self.peers[name] = Peer(self._meet([str(task) for task in TASKS].index(name)))
 
     def attendance(self, **settings) -> Attendance:
-        defaults = {"has_launcher": False, "start_timeout_s": 60.0, "step_timeout_s": 60.0}
+        defaults = {"has_launcher": False, "start_timeout_s": 60.0}
         return Attendance(self.chief, **{**defaults, **settings})
 
     def close(self) -> None:

@@ -257,19 +257,22 @@ class Coordination:
         raise error
 
     def _explain(self, error: Exception) -> None:
-        """Raises PeerLostError where an error comes of a parameter server that is gone."""
-        if internals.is_ps_failure(error):
+        """Raises PeerLostError where an error comes of a task that is gone."""
+        is_ps_failure = internals.is_ps_failure(error)
+        # TensorFlow may tell of the consequences only, and before the task's end is known here.
+        give_up = time.monotonic() + EXPLAIN_S
+        while self.attendance is not None and (is_ps_failure or isinstance(error, _OF_PEERS)):
+            self._check()
+            if time.monotonic() > give_up:
+                break
+            time.sleep(RETRY_S)
+        if is_ps_failure:
             tasks = internals.failed_ps(error)
             raise PeerLostError(
                 f"{' and '.join(f'ps {index}' for index in tasks) or 'a parameter server'} is gone, and training can "
                 f"not go on without the variables on it; {START_AGAIN}",
                 task=Task("ps", tasks[0]) if tasks else None,
             ) from error
-        # TensorFlow may tell of the consequences only, and before the task's end is known here.
-        give_up = time.monotonic() + EXPLAIN_S
-        while isinstance(error, _OF_PEERS) and self.attendance is not None and time.monotonic() < give_up:
-            self._check()
-            time.sleep(RETRY_S)
 
 
 def _fetch(value: Any) -> Any:
