@@ -68,7 +68,13 @@ class Control:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(TIMEOUT_S)
-        hello = {"kind": "hello", "task": self._environ.get("TFDIST_LOCAL_INDEX", "0"), "pid": os.getpid()}
+        hello = {
+            "kind": "hello",
+            "task": self._environ.get("TFDIST_LOCAL_INDEX", "0"),
+            # What a task said last is not its successor's.
+            "attempt": self._environ.get("TFDIST_ATTEMPT", "0"),
+            "pid": os.getpid(),
+        }
         try:
             connection.connect(os.path.join(run_dir, "control.sock"))
             connection.sendall(json.dumps(hello).encode() + b"\n")

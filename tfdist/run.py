@@ -29,6 +29,10 @@ A task beside them that evaluates the checkpoints of `tfdist.callbacks.Checkpoin
 
     python -m tfdist.run --workers 2 --evaluator train.py
 
+Started again after a failure that may pass (with a `tfdist.callbacks.Checkpoint`, from the last saved epoch on):
+
+    python -m tfdist.run --workers 2 --max-restarts 3 train.py
+
 Our own flags stand before the script; everything after it is the script's.
 
 Definitions
@@ -62,6 +66,8 @@ Each task runs the script in this folder, with this environment and
                                 the launcher's own CUDA_VISIBLE_DEVICES names, else of /dev/nvidia*); more tasks than
                                 GPUs share them
     no_proxy, no_grpc_proxy     grown by the cluster's hosts, where a proxy is set
+    TFDIST_ATTEMPT              0; after a restart, how many starts of it there were before
+    TFDIST_LAST_FAILURE         after a restart, one line on why
     TFDIST_RUN_DIR and others   how tfdist in the task finds its launcher
 Its stdin is empty. What it prints comes out here line by line behind `[worker 1] `, stdout on stdout and stderr on
 stderr. TensorFlow's start-up noise is left out (--raw shows it; log files have everything). Where stdout is a
@@ -80,12 +86,24 @@ second Ctrl-C kills at once. (A worker of MultiWorkerMirroredStrategy takes no n
 This launcher is killed: so are the tasks, within a second.
 In every case nothing stays: what a task has started in its own process group is killed too.
 
+Restarts
+--------
+With --max-restarts N tasks are started again up to N times in a run: the same command at the same addresses.
+What may pass is tried again: a task killed by a signal (or code 128+n), the loss of a task, time-outs (75), a
+preemption that we did not ask for (42). An error of the script's own is not, nor a task that left too early.
+    Workers that train in step, a ps, the chief: all tasks are stopped, and started again after a pause of 1 s, then
+        2, 4, ... 30 s. What they had not saved is lost: tfdist.callbacks.Checkpoint saves each epoch, and goes on.
+    A worker beside parameter servers: that task alone, at once; the others train on meanwhile. When no restart is left
+        they go on without it, and the run fails with the last of this host's workers.
+Each is told in a line on stderr. A log file has all starts of its task, one after the other, and summary.json counts
+them. On several hosts give each launcher the same N: each counts for itself.
+
 Exit codes
 ----------
 0    all tasks ended with 0 (parameter servers and their workers end when the chief does; the evaluator, when it has
      evaluated the last checkpoint)
-n    the code of the task that failed first; 1 for one that left with 0 too early, or that runs on another host; 128+n
-     for death by signal n
+n    the code of the task that failed first, where no restart is left or would help; 1 for one that left with 0 too
+     early, or that runs on another host; 128+n for death by signal n
 2    nothing was started: wrong usage
 42   the tasks saved on SIGTERM and left
 75   the tasks did not meet in time, or a step took too long
@@ -181,6 +199,7 @@ def read_command_line(argv: Sequence[str], environ: Mapping[str, str]) -> Option
         step_timeout_s=values.step_timeout,
         shutdown_timeout_s=values.shutdown_timeout,
         threads_per_task=values.threads_per_task,
+        max_restarts=values.max_restarts,
     )
 
 
@@ -229,6 +248,13 @@ def _parser() -> _Parser:
     flag("--raw", action="store_true", help="show TensorFlow's start-up noise")
     flag("--no-pty", action="store_true", help="give the chief no terminal, so no live progress bar")
     flag("--threads-per-task", type=_whole, metavar="N", help="CPU threads of each task (a share of the processors)")
+    flag(
+        "--max-restarts",
+        type=_whole,
+        default=0,
+        metavar="N",
+        help="times that tasks are started again after a failure which is not the script's own (0)",
+    )
     flag("--start-timeout", type=_seconds, default=300.0, metavar="S", help="for all tasks to meet (300)")
     flag("--step-timeout", type=_seconds, metavar="S", help="for a task to wait for another in a step (1800)")
     flag("--shutdown-timeout", type=_seconds, default=5.0, metavar="S", help="from Ctrl-C or SIGTERM to SIGKILL (5)")

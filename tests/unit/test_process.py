@@ -210,14 +210,14 @@ def test_words_reach_the_launcher_as_json_lines(tmp_path):
             "for step in range(1000):\n"
             "    process.report('step', step=step)\n"
         )
-        environ = {**os.environ, "TFDIST_RUN_DIR": str(tmp_path), "TFDIST_LOCAL_INDEX": "3"}
+        environ = {**os.environ, "TFDIST_RUN_DIR": str(tmp_path), "TFDIST_LOCAL_INDEX": "3", "TFDIST_ATTEMPT": "2"}
         child = subprocess.Popen([sys.executable, "-c", code], env=environ)
         connection, _ = listener.accept()
         connection.settimeout(20)
         with connection, connection.makefile() as lines:
             messages = [json.loads(line) for line in lines]
     assert child.wait(20) == 0
-    assert messages[0] == {"kind": "hello", "task": "3", "pid": child.pid}
+    assert messages[0] == {"kind": "hello", "task": "3", "attempt": "2", "pid": child.pid}
     assert messages[1] == {"kind": "phase", "phase": "waiting", "for": "worker 1"}
     # Steps may be many a millisecond; a few words suffice.
     assert messages[2] == {"kind": "step", "step": 0}

@@ -49,6 +49,8 @@ def folder(tmp_path, monkeypatch):
         (["--log_dir", "a b", "train.py"], {"log_dir": "a b"}),
         (["--start-timeout", "1.5", "--step-timeout=2", "train.py"], {"start_timeout_s": 1.5, "step_timeout_s": 2.0}),
         (["--shutdown_timeout", "9", "train.py"], {"shutdown_timeout_s": 9.0}),
+        (["--max-restarts", "3", "train.py"], {"max_restarts": 3}),
+        (["train.py"], {"max_restarts": 0}),
         (["--raw", "--no-pty", "--threads-per-task", "3", "train.py"], {"raw": True, "pty": False}),
     ],
 )
@@ -64,6 +66,7 @@ def test_a_command_line_is_read(folder, argv, expected):
         ({"TFDIST_RUN_WORKERS": "3"}, ["--workers", "2", "train.py"], {"workers": 2}),
         ({"TFDIST_RUN_RAW": "1", "TFDIST_RUN_CHIEF": "false"}, ["train.py"], {"raw": True, "chief": False}),
         ({"TFDIST_RUN_LOG_DIR": "logs", "TFDIST_RUN_DIR": "/outer"}, ["train.py"], {"log_dir": "logs"}),
+        ({"TFDIST_RUN_MAX_RESTARTS": "2"}, ["train.py"], {"max_restarts": 2}),
         ({"TFDIST_RUN_START_TIMEOUT": "7"}, ["train.py"], {"start_timeout_s": 7.0}),
         ({"TFDIST_RUN_WORKERS": ""}, ["train.py"], {"workers": 1}),
         ({"TFDIST_RUN_TASKS_PER_HOST": "3"}, ["train.py"], {"workers": 3}),

@@ -24,12 +24,14 @@ class Words:
         code: The exit code it will leave with.
         consequence: Whether the error is about another task.
         lost: The name of that task, where it is known.
+        text: The error's kind and the first line of its message.
     """
 
     at: float
     code: int
     consequence: bool = False
     lost: str | None = None
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Seen:
         ended_at: When the launcher saw it end.
         stopped: Whether the launcher had asked it to end.
         words: What it said.
+        spared: Whether the run goes on without it: it is to blame only where another is lost for want of it.
     """
 
     task: Task
@@ -49,6 +52,7 @@ class Seen:
     ended_at: float | None = None
     stopped: bool = False
     words: Words | None = None
+    spared: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def first_failure(tasks: Sequence[Seen]) -> Verdict | None:
     own: list[tuple[float, Task]] = []
     hearsay: list[tuple[float, Seen]] = []
     for seen in tasks:
-        if seen.stopped:
+        if seen.stopped or seen.spared:
             continue
         if seen.words is not None:
             if seen.words.consequence:
@@ -92,6 +96,8 @@ def first_failure(tasks: Sequence[Seen]) -> Verdict | None:
     hearsay.sort(key=lambda entry: entry[0])
     lost = {seen.words.lost for _, seen in hearsay if seen.words is not None}
     for seen in tasks:
+        if str(seen.task) in lost and seen.spared:
+            return Verdict(seen.task, "own")
         if str(seen.task) in lost and seen.code == 0:
             return Verdict(seen.task, "left")
     # Those who say something are alive to the rest; the lost one is silent.

@@ -14,6 +14,7 @@ from tfdist.launch.pump import Pump
 LONGEST_LINE = 1 << 16
 
 Message = dict[str, Any]
+OnMessage = Callable[[int, int, Message], None]
 
 
 class ControlServer:
@@ -22,12 +23,12 @@ class ControlServer:
     Args:
         run_dir: The folder, which other users can not enter.
         pump: Reads the connections.
-        on_message: Called in the pump's thread with the task's local index and what it said.
+        on_message: Called in the pump's thread with the task's local index, its attempt, and what it said.
     """
 
     urgent = True
 
-    def __init__(self, run_dir: str, pump: Pump, on_message: Callable[[int, Message], None]) -> None:
+    def __init__(self, run_dir: str, pump: Pump, on_message: OnMessage) -> None:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(os.path.join(run_dir, "control.sock"))
         self._listener.listen(128)
@@ -51,11 +52,11 @@ class ControlServer:
 class _Connection:
     urgent = True
 
-    def __init__(self, connection: socket.socket, on_message: Callable[[int, Message], None]) -> None:
+    def __init__(self, connection: socket.socket, on_message: OnMessage) -> None:
         connection.setblocking(False)
         self._connection = connection
         self._on_message = on_message
-        self._task: int | None = None
+        self._task: tuple[int, int] | None = None
         self._rest = b""
 
     def fileno(self) -> int:
@@ -85,6 +86,6 @@ class _Connection:
             return
         if message.get("kind") == "hello":
             with contextlib.suppress(TypeError, ValueError):
-                self._task = int(str(message.get("task")))
+                self._task = int(str(message.get("task"))), int(str(message.get("attempt")))
         if self._task is not None:
-            self._on_message(self._task, message)
+            self._on_message(*self._task, message)

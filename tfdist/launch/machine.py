@@ -47,6 +47,18 @@ def gpus(environ: Mapping[str, str], pattern: str = "/dev/nvidia[0-9]*") -> tupl
     return names
 
 
+class MemoryWatch:
+    """Says whether the kernel has killed a process of this container for want of memory since it was last asked."""
+
+    def __init__(self) -> None:
+        self._seen = out_of_memory_kills()
+
+    def has_killed(self) -> bool:
+        """Returns whether it has; false where the kernel does not tell."""
+        before, self._seen = self._seen, out_of_memory_kills()
+        return before is not None and self._seen is not None and self._seen > before
+
+
 def out_of_memory_kills(cgroup: str = CGROUP) -> int | None:
     """Returns how often the kernel has killed a process of this container for want of memory, where it tells."""
     match = re.search(r"^oom_kill (\d+)$", _read(os.path.join(cgroup, "memory.events")), re.MULTILINE)

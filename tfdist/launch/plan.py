@@ -5,6 +5,7 @@ Nothing here touches the machine; ports, processors and the environment are pass
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,6 +40,8 @@ OFTEN_MISPLACED = (
     "--nproc-per-node",
     "--nproc_per_node",
     "--log-dir",
+    "--max-restarts",
+    "--max_restarts",
 )
 
 
@@ -60,6 +63,7 @@ class Options:
         step_timeout_s: Time that a task waits for another in a step; None leaves it to the tasks.
         shutdown_timeout_s: Time from a request to end until SIGKILL.
         threads_per_task: CPU threads per task; None shares the processors out.
+        max_restarts: How often tasks may be started again after a failure, all of them or one.
     """
 
     command: tuple[str, ...]
@@ -75,12 +79,17 @@ class Options:
     step_timeout_s: float | None = None
     shutdown_timeout_s: float = 5.0
     threads_per_task: int | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if not self.command or not self.command[0] or self.command == ("-m",):
             raise LaunchError("there is no script to run: python -m tfdist.run --workers 2 train.py")
         alone = self.chief and not self.ps  # one task, of its own name
-        for name, value, least in (("workers", self.workers, 0 if alone else 1), ("ps", self.ps, 0)):
+        for name, value, least in (
+            ("workers", self.workers, 0 if alone else 1),
+            ("ps", self.ps, 0),
+            ("max-restarts", self.max_restarts, 0),
+        ):
             if value < least:
                 raise LaunchError(f"--{name} must be at least {least}, not {value}")
         if self.threads_per_task is not None and self.threads_per_task < 1:
@@ -137,6 +146,11 @@ class TaskPlan:
 
     def __str__(self) -> str:
         return f"{self.task} at {self.address}" if self.address else str(self.task)
+
+    def again(self, attempt: int, last_failure: str) -> TaskPlan:
+        """Returns the plan of a later start of the same task."""
+        told = {"TFDIST_ATTEMPT": str(attempt), "TFDIST_LAST_FAILURE": last_failure}
+        return dataclasses.replace(self, environ={**self.environ, **told})
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import queue
 import selectors
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
+
+ROUNDS = 10
 
 
 class Readable(Protocol):
@@ -60,6 +62,17 @@ class Pump:
         """Begins to read; callable before `start` and from the pump's own thread."""
         self._selector.register(readable.fileno(), selectors.EVENT_READ, readable)
 
+    def read_now(self) -> None:
+        """Reads what is there, in the pump's thread alone."""
+        # A connection is accepted in one round and read in the next.
+        for _ in range(ROUNDS):
+            if not self._read_round(0):
+                break
+
+    def finish(self, readables: Sequence[Readable]) -> None:
+        """Reads what is still there, then closes these, whoever still holds their other ends; soon."""
+        self.call(lambda: self._finish(readables))
+
     def begin_finish(self) -> None:
         """Makes the thread read what is still there and then end; what an escaped process keeps open is closed."""
         self.call(self._drain)
@@ -88,12 +101,15 @@ class Pump:
         return bool(ready)
 
     def _drain(self) -> None:
+        self._finish(None)
+        self._running = False
+
+    def _finish(self, readables: Sequence[Readable] | None) -> None:
         # Bounded by what the dead tasks left in their pipes, unless an escaped process goes on writing.
         for _ in range(10_000):
             if not self._read_round(0):
                 break
         for key in list(self._selector.get_map().values()):
-            if key.data is not None:
+            if key.data is not None and (readables is None or key.data in readables):
                 self._selector.unregister(key.fd)
                 key.data.close()
-        self._running = False

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfdist.launch.blame import Verdict
+from tfdist.launch.restarts import EXIT_TIMEOUT, Restart
 from tfdist.launch.task_process import TaskProcess
 
 WIDTH = 80
-EXIT_TIMEOUT = 75
 
 
 def exit_code(code: int) -> int:
@@ -55,6 +55,7 @@ def failure_block(
     *,
     log_dir: str | None,
     out_of_memory: bool,
+    restarts: str = "",
 ) -> list[str]:
     """Returns the lines that say which task failed first, how, and with which traceback."""
     first = next(task for task in tasks if task.task == verdict.task)
@@ -62,6 +63,8 @@ def failure_block(
         end = f"left with exit code 0{_at_step(first)}, while others still needed it"
     elif verdict.by not in (None, verdict.task):
         end = f"given up by {verdict.by}, which tells why below; then it was stopped"
+    elif first.given_up:
+        end = f"given up and killed: {first.given_up}"
     elif first.code is None or (first.stopped and first.words is not None):
         end = describe_end(None if first.words is None else first.words.code)
     else:
@@ -77,6 +80,7 @@ def failure_block(
     ]
     if log_dir is not None:
         lines.append(f"  log  : {log_path(log_dir, first.plan.task)}")
+    lines.extend(_restarts(restarts))
     others = [task for task in tasks if task is not first]
     if others:
         lines.append(f"  other: {'; '.join(f'{task.task} {_other(task)}' for task in others)}")
@@ -86,7 +90,13 @@ def failure_block(
 
 
 def lost_block(
-    name: str, verdict: Verdict, address: str, tasks: Sequence[TaskProcess], record: Mapping[str, Any]
+    name: str,
+    verdict: Verdict,
+    address: str,
+    tasks: Sequence[TaskProcess],
+    record: Mapping[str, Any],
+    *,
+    restarts: str = "",
 ) -> list[str]:
     """Returns the lines that say which task of another host failed first, as one of this host saw it."""
     witness = next(task for task in tasks if task.task == verdict.task)
@@ -96,6 +106,7 @@ def lost_block(
         "-" * WIDTH,
         f"  task : {verdict.elsewhere} at {address}; its own launcher tells how it ended",
         f"  time : {time.strftime('%Y-%m-%d %H:%M:%S')}, lost by {witness.task}{_at_step(witness)}",
+        *_restarts(restarts),
         f"  here : {'; '.join(f'{task.task} {_other(task)}' for task in tasks)}",
         *_last_words(verdict, witness, (), record),
         "=" * WIDTH,
@@ -114,13 +125,14 @@ def meeting_lines(tasks: Sequence[TaskProcess]) -> list[str]:
     return lines
 
 
-def timeout_block(name: str, meeting: Sequence[str], timeout_s: float) -> list[str]:
+def timeout_block(name: str, meeting: Sequence[str], timeout_s: float, *, restarts: str = "") -> list[str]:
     """Returns the lines that say which tasks the start waited for in vain."""
     return [
         "=" * WIDTH,
         f"{name} failed: the tasks did not meet within {timeout_s:g} s (--start-timeout)",
         "-" * WIDTH,
         *meeting,
+        *_restarts(restarts),
         "=" * WIDTH,
     ]
 
@@ -131,6 +143,7 @@ def summary(
     *,
     code: int,
     first_failure: Verdict | None,
+    restarts: Sequence[Restart] = (),
     started_at: float,
     duration_s: float,
 ) -> dict[str, Any]:
@@ -138,9 +151,12 @@ def summary(
     return {
         "command": list(command),
         "exit_code": code,
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started_at)),
+        "started": _time(started_at),
         "duration_s": round(duration_s, 3),
         "first_failure": None if first_failure is None else first_failure.elsewhere or str(first_failure.task),
+        "restarts": [
+            {"task": restart.task or "all", "after": restart.why, "time": _time(restart.at)} for restart in restarts
+        ],
         "tasks": [
             {
                 "task": str(task.task),
@@ -150,6 +166,7 @@ def summary(
                 "code": task.code,
                 "signal": signal_name(-task.code) if task.code is not None and task.code < 0 else None,
                 "stopped": task.stopped,
+                "attempt": task.attempt,
                 "duration_s": round((task.ended_at or time.monotonic()) - task.started_at, 3),
                 "last_step": task.step,
             }
@@ -182,6 +199,14 @@ def copies_warning(name: str, count: int) -> list[str]:
 
 def log_path(log_dir: str, task: object) -> str:
     return os.path.join(log_dir, f"{str(task).replace(' ', '-')}.log")
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
+
+
+def _restarts(words: str) -> list[str]:
+    return [f"  again: {words}"] if words else []
 
 
 def _at_step(task: TaskProcess) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -45,8 +46,18 @@ def remove_run_dir(path: str) -> None:
 def read_error_file(run_dir: str, local_index: int) -> dict[str, Any]:
     """Returns what a task wrote of its own death; empty where it wrote nothing that can be read."""
     try:
-        with open(os.path.join(run_dir, f"error-{local_index}.json"), encoding="utf-8") as file:
+        with open(_error_path(run_dir, local_index), encoding="utf-8") as file:
             record = json.load(file)
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def forget_error_file(run_dir: str, local_index: int) -> None:
+    """Removes what a task wrote of its death, before another takes its place."""
+    with contextlib.suppress(OSError):
+        os.unlink(_error_path(run_dir, local_index))
+
+
+def _error_path(run_dir: str, local_index: int) -> str:
+    return os.path.join(run_dir, f"error-{local_index}.json")

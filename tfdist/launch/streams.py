@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
@@ -49,11 +48,6 @@ class TaskOutput:
             except OSError:
                 # A full disk must not end the training.
                 self._log = None
-
-    def close(self) -> None:
-        if self._log is not None:
-            with contextlib.suppress(OSError):
-                self._log.close()
 
     def is_shown(self, name: str) -> bool:
         return not (self.muted or (name == "stderr" and self.stderr_muted))

@@ -37,6 +37,11 @@ def lost(at, task):
         # What we stopped does not count.
         ([Seen(A, -15, 1.0, stopped=True), Seen(B)], None),
         ([Seen(A, -15, 1.0, stopped=True), Seen(B, 2, 3.0)], Verdict(B, "own")),
+        # What the run went on without is to blame only for what is lost for want of it.
+        ([Seen(A, -9, 1.0, spared=True), Seen(B)], None),
+        ([Seen(A, -9, 1.0, spared=True), Seen(B, 3, 2.0)], Verdict(B, "own")),
+        ([Seen(A, -9, 1.0, spared=True), Seen(B, words=lost(2.0, A))], Verdict(A, "own")),
+        ([Seen(A, -9, 1.0, spared=True), Seen(B, words=lost(2.0, C)), Seen(C)], Verdict(C, "hearsay", B)),
     ],
 )
 def test_the_first_failure_is_the_cause_and_not_the_consequence(tasks, verdict):

@@ -18,8 +18,8 @@ def server(tmp_path):
     """A running server: a function that connects, and what it has heard, with an event per message."""
     heard, news = [], threading.Semaphore(0)
 
-    def hear(task, message):
-        heard.append((task, message))
+    def hear(task, attempt, message):
+        heard.append((task, attempt, message))
         news.release()
 
     pump = Pump()
@@ -37,7 +37,7 @@ def server(tmp_path):
     assert pump.is_finished(10)
 
 
-HELLO = b'{"kind": "hello", "task": "2", "pid": 1}\n'
+HELLO = b'{"kind": "hello", "task": "2", "attempt": "1", "pid": 1}\n'
 
 
 def test_words_come_with_the_task_that_said_hello(server):
@@ -47,18 +47,18 @@ def test_words_come_with_the_task_that_said_hello(server):
         client.sendall(b'ep", "step": 3}\n')
         assert news.acquire(timeout=10)
         assert news.acquire(timeout=10)
-    assert heard == [(2, {"kind": "hello", "task": "2", "pid": 1}), (2, {"kind": "step", "step": 3})]
+    assert heard == [(2, 1, json.loads(HELLO)), (2, 1, {"kind": "step", "step": 3})]
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\n", b"{\n", b"[1]\n", b"\xff\xfe\n", b'{"kind": "hello", "task": "x"}\n', b"7\n"]
+    "garbage", [b"\n", b"{\n", b"[1]\n", b"\xff\xfe\n", b'{"kind": "hello", "task": "x", "attempt": "0"}\n', b"7\n"]
 )
 def test_garbage_is_passed_over(server, garbage):
     connect, heard, news = server
     with connect() as client:
         client.sendall(garbage + HELLO)
         assert news.acquire(timeout=10)
-    assert heard == [(2, json.loads(HELLO))]
+    assert heard == [(2, 1, json.loads(HELLO))]
 
 
 def test_a_line_without_an_end_costs_its_connection_and_no_other(server):
@@ -68,4 +68,4 @@ def test_a_line_without_an_end_costs_its_connection_and_no_other(server):
             endless.sendall(b"x" * LONGEST_LINE * 64)
         good.sendall(HELLO)
         assert news.acquire(timeout=10)
-    assert [task for task, _ in heard] == [2]
+    assert [task for task, *_ in heard] == [2]

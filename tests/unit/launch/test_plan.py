@@ -63,6 +63,14 @@ def test_tasks_are_told_of_their_launcher_and_not_of_its_settings_or_an_outer_on
     }
 
 
+def test_a_task_that_is_started_again_is_told_how_often_and_why_and_else_the_same():
+    task = plan(workers=2).tasks[1]
+    again = task.again(2, "worker 0 was killed by SIGKILL")
+    changed = {"TFDIST_ATTEMPT": "2", "TFDIST_LAST_FAILURE": "worker 0 was killed by SIGKILL"}
+    assert again.environ == {**task.environ, **changed}
+    assert (again.task, again.address, again.local_index) == (task.task, task.address, task.local_index)
+
+
 def test_the_step_timeout_is_passed_on_when_given():
     assert environ_of(plan(step_timeout_s=90))["TFDIST_STEP_TIMEOUT_S"] == "90"
 
@@ -212,6 +220,7 @@ def test_each_task_that_computes_gets_one_gpu_and_no_other_task_any(options, gpu
         ({"workers": 0}, "--workers must be at least 1, not 0"),
         ({"workers": 0, "ps": 1, "chief": True}, "--workers must be at least 1, not 0"),
         ({"ps": -1}, "--ps must be at least 0, not -1"),
+        ({"max_restarts": -1}, "--max-restarts must be at least 0, not -1"),
         ({"threads_per_task": 0}, "--threads-per-task must be at least 1, not 0"),
         ({"start_timeout_s": 0.0}, "--start-timeout must be a number of seconds above 0, not 0"),
         ({"step_timeout_s": float("nan")}, "--step-timeout must be a number of seconds above 0, not nan"),

@@ -14,21 +14,13 @@ from tfdist.launch.streams import LONGEST_LINE, TaskOutput
 MARK = QUIET_MARK.encode()
 
 
-class Log(io.BytesIO):
-    """A log file that can be read after it was closed."""
-
-    def close(self):
-        self.content = self.getvalue()
-        super().close()
-
-
 @pytest.fixture
 def outputs(tmp_path):
     """Feeds pieces of stderr to a task's output; returns what the console wrote, the log, and the tail."""
 
     def feed(pieces, is_noise=lambda line: line.startswith(b"noise")):
         path = tmp_path / "console"
-        log = Log()
+        log = io.BytesIO()
         with open(path, "wb") as console:
             output = TaskOutput("worker 0", Console(console.fileno(), console.fileno()), log, is_noise)
             ours, theirs = os.pipe()
@@ -39,8 +31,7 @@ def outputs(tmp_path):
             os.close(theirs)
             assert not stream.read_ready()
             stream.close()
-            output.close()
-        return path.read_bytes(), log.content, list(output.tail)
+        return path.read_bytes(), log.getvalue(), list(output.tail)
 
     return feed
 
