@@ -15,6 +15,7 @@ from launching import run_command
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TESTING = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
 TRAIN = (
     "python3 -m venv .venv && .venv/bin/pip install . && .venv/bin/python -m tfdist.run --workers 2 examples/digits.py"
 )
@@ -42,10 +43,10 @@ def lines(text: str) -> list[str]:
     return [line for block in blocks(text, "bash") for line in block.splitlines()]
 
 
-def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def shell(command: str, folder: Path, deadline_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
     """Runs a command of the documentation with this interpreter."""
     command = re.sub(r"^(\.venv/bin/)?python ", f"{shlex.quote(sys.executable)} ", command)
-    return run_command(["bash", "-c", command], folder, DEADLINE_S)
+    return run_command(["bash", "-c", command], folder, deadline_s)
 
 
 def test_the_readme_starts_with_the_two_commands_and_holds_no_others_unknown_here():
@@ -81,12 +82,13 @@ def test_the_script_of_the_readme_runs(command, folder):
     assert sorted(path.name for path in folder.iterdir()) == ["model.keras", "train.py"]
 
 
-def test_the_tests_of_the_readme_pass(tmp_path):
-    (tests,) = blocks(README, "py")
+@pytest.mark.parametrize(("text", "passed"), [(README, 2), (TESTING, 5)], ids=["README", "testing"])
+def test_the_tests_that_are_shown_pass(text, passed, tmp_path):
+    (tests,) = blocks(text, "py")
     (tmp_path / "test_train.py").write_text(tests)
     (tmp_path / "my_training.py").write_text(TRAINED)
-    done = shell("python -m pytest -q -p no:cacheprovider", tmp_path)
-    assert "2 passed" in done.stdout, done.stdout
+    done = shell("python -m pytest -q -p no:cacheprovider --strict-markers", tmp_path, 2 * DEADLINE_S)
+    assert f"{passed} passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("text", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])

@@ -21,6 +21,11 @@ Synopsis, in a file of tests:
         report = tfdist.testing.verify(build, (x, y), workers=[2, 3])  # build() returns a compiled model
         assert report, report
 
+    def test_it_learns_through_parameter_servers():
+        with tfdist.testing.local_cluster(workers=2, ps=2, strategy=True) as cluster:
+            (logs,) = cluster.run(train)  # the chief's
+        assert logs["loss"][-1] < logs["loss"][0]
+
 pytest finds the fixture `tfdist_cluster` by itself (`tfdist.testing.plugin`).
 """
 

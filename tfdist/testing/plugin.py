@@ -6,6 +6,10 @@
         first, second = tfdist_cluster.run(train)
         assert first == second
 
+    @pytest.mark.tfdist_cluster(workers=2, ps=2, strategy=True)
+    def test_it_learns_through_parameter_servers(tfdist_cluster):
+        (logs,) = tfdist_cluster.run(train)
+
     @pytest.mark.parametrize("tfdist_cluster", [1, 2, {"workers": 2, "chief": True}], indirect=True)
     def test_every_cluster_learns(tfdist_cluster): ...
 
