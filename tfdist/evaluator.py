@@ -164,10 +164,10 @@ def _arriving(callback: Checkpoint, end: _End) -> Iterator[checkpoints.Checkpoin
                 yield found
                 since = time.monotonic()
         seen += new
-        if new:
-            continue
         if is_last_look:
             return
+        if new:
+            continue
         waited = time.monotonic() - since
         if waited >= callback.evaluator_timeout_s:
             raise WaitError(

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +180,30 @@ def give(elsewhere: Path, *names: str) -> None:
         (elsewhere / name).rename(elsewhere.parent / "run" / name)
 
 
-def test_it_waits_for_checkpoints_and_for_the_end(elsewhere, evaluate, tmp_path):
+@pytest.fixture
+def when_it_waits(monkeypatch):
+    """Returns a function that has something done once the evaluator has looked and found no more, nor an end."""
+    handler = logging.Handler()
+
+    def when_it_waits(do: Callable[[], None]) -> None:
+        monkeypatch.setattr(handler, "emit", lambda record: do())
+        monkeypatch.setattr(evaluator, "SAY_AFTER_S", 0.0)
+        evaluator.logger.addHandler(handler)
+
+    yield when_it_waits
+    evaluator.logger.removeHandler(handler)
+
+
+def test_it_waits_for_checkpoints_and_for_the_end(elsewhere, evaluate, when_it_waits, tmp_path):
     give(elsewhere, step(3))
-    two_come = Between(lambda: give(elsewhere, step(6), step(9)))
+    when_it_waits(lambda: give(elsewhere, step(6), step(9)))
     last_comes = Between(lambda: give(elsewhere, step(12), "done.json"), after=3)
-    assert evaluate(two_come, last_comes, saver(tmp_path / "run")).epoch == [0, 1, 2, 3]
+    assert evaluate(last_comes, saver(tmp_path / "run")).epoch == [0, 1, 2, 3]
 
 
-def test_an_end_from_before_does_not_count_once_training_goes_on(elsewhere, evaluate, tmp_path, monkeypatch):
+def test_an_end_from_before_does_not_count_once_training_goes_on(
+    elsewhere, evaluate, when_it_waits, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TFDIST_START_TIMEOUT_S", "60")
     shutil.copy(elsewhere / "done.json", tmp_path / "run")
     note = tmp_path / "run" / "done.json"
@@ -196,19 +213,22 @@ def test_an_end_from_before_does_not_count_once_training_goes_on(elsewhere, eval
         give(elsewhere, step(6))
         note.write_text(note.read_text().replace("12", "6"))
 
-    assert evaluate(Between(end_anew), saver(tmp_path / "run")).epoch == [0, 1]
+    when_it_waits(end_anew)
+    assert evaluate(saver(tmp_path / "run")).epoch == [0, 1]
 
 
-def test_under_one_launcher_only_an_end_in_this_run_counts(elsewhere, evaluate, tmp_path, monkeypatch):
+def test_under_one_launcher_only_an_end_in_this_run_counts(elsewhere, evaluate, when_it_waits, tmp_path, monkeypatch):
     (tmp_path / "secret").write_text("s")
     give(elsewhere, step(3), "done.json")
     monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
 
     def end() -> None:
         give(elsewhere, step(6))
+        checkpoints.begin(str(tmp_path / "run"))
         checkpoints.end(str(tmp_path / "run"), step=6)
 
-    assert evaluate(Between(end), saver(tmp_path / "run")).epoch == [0, 1]
+    when_it_waits(end)
+    assert evaluate(saver(tmp_path / "run")).epoch == [0, 1]
 
 
 def test_a_checkpoint_that_is_removed_before_its_turn_is_named(elsewhere, evaluate, tmp_path, caplog):
