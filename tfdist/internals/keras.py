@@ -63,6 +63,7 @@ CLASS_WEIGHTS = _name(
 PYTHONIFY = _name("utils.python_utils", "pythonify_logs", "logs as floats, nested ones flattened")
 OUTPUT_SPEC = _name("backend", "compute_output_spec", "builds a model without running it")
 GLOBAL_STATE = _name("backend.common.global_state", "set_global_attribute", "leaves a stateless scope for a moment")
+GLOBAL_SEED_GENERATOR = _name("random.seed_generator", "global_seed_generator", "random numbers from a seed, again")
 TRACEBACK = _name("utils.traceback_utils", "filter_traceback", "the same short tracebacks as Keras")
 MAX_EPOCHS = _name("backend.config", "max_epochs", "the debugging caps of KERAS_MAX_EPOCHS")
 MAX_STEPS = _name("backend.config", "max_steps_per_epoch", "the debugging caps of KERAS_MAX_STEPS_PER_EPOCH")
@@ -193,6 +194,18 @@ def in_stateless_scope() -> bool:
     from keras.src.backend.common import global_state
 
     return global_state.get_global_attribute("stateless_scope") is not None
+
+
+def set_random_seed(seed: int) -> None:
+    """As `keras.utils.set_random_seed`, also where unseeded numbers were drawn before.
+
+    Until Keras 3.12 their generator goes on (random/seed_generator.py, `global_seed_generator`).
+    """
+    import keras
+    from keras.src.backend.common import global_state
+
+    global_state.set_global_attribute("global_seed_generator", None)
+    keras.utils.set_random_seed(seed)
 
 
 def native(variable: Any) -> Any:

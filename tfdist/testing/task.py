@@ -80,10 +80,10 @@ def _run(request: Mapping[str, Any], strategy: list[Any], seed: int | None) -> t
     functions.add_import_paths(request["import_paths"])
     function: Callable[..., Any] = functions.find(request["function"])
     if seed is not None:
-        import keras
+        from tfdist.internals.keras import set_random_seed
 
         # Whatever ran before in this process.
-        keras.utils.set_random_seed(seed)
+        set_random_seed(seed)
     try:
         result = function(*strategy, *request["arguments"], **request["named"])
     except SystemExit as error:

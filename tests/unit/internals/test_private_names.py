@@ -330,3 +330,12 @@ def test_a_hook_without_a_step_of_ours_does_what_keras_does(strategy, name):
     hook = private.find()
     assert hasattr(hook, "__wrapped__"), "not hooked"
     np.testing.assert_array_equal(call(hook), call(hook.__wrapped__))
+
+
+def test_a_seed_begins_the_numbers_that_nobody_seeded_anew():
+    drawn = []
+    for _ in range(2):
+        keras_internals.set_random_seed(3)
+        drawn.append((keras.random.normal((2,)).numpy().tolist(), np.random.random()))
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0][0])) == 2
