@@ -52,8 +52,8 @@ class LaunchInfo:
         secret: The job's secret, by which its tasks know each other.
         local_index: Which task of this host this is.
         local_count: How many tasks of the job run on this host.
-        attempt: 0 at the first start of the job, 1 after its first restart.
-        last_failure: One line on why the attempt before this ended.
+        attempt: How many starts of this task there were before: 0, or more after a restart.
+        last_failure: One line on what it is started again after.
         start_timeout_s: How long the tasks wait for each other at the start, where the launcher was told.
         step_timeout_s: How long a task waits for another in a step, where the launcher was told.
         heartbeat_timeout_s: Silence after which a task counts as lost: TFDIST_HEARTBEAT_TIMEOUT_S, which no flag sets.

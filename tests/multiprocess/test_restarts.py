@@ -1,4 +1,7 @@
-"""What `--max-restarts` starts again, and what a parameter-server cluster does without."""
+"""What `--max-restarts` starts again, and what a parameter-server cluster does without.
+
+Most scripts here need no TensorFlow; the last ones train, through parameter servers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import json
 import os
 import re
 import signal
+from pathlib import Path
 
 import pytest
 from launching import finish, is_alive, run, started, wait_for, write
@@ -289,13 +293,13 @@ def test_a_worker_that_died_is_started_again_while_restarts_are_left(tmp_path):
         said = ""
         for attempt in range(3):
             os.kill(pid_of(tmp_path, "worker 1", attempt), signal.SIGKILL)
-            said += read_until(launcher.stderr, "training goes on" if attempt == 2 else "is started again")
+            said += read_until(launcher.stderr, "training goes on" if attempt == 2 else "it is started again")
         assert all(map(is_alive, pids))
         (tmp_path / "go").touch()
         ended = finish(launcher)
     assert ended.code == 0, said + str(ended)
-    assert "and is started again (restart 1 of 2)" in said
-    assert "and is started again (restart 2 of 2)" in said
+    assert "it is started again (restart 1 of 2)" in said
+    assert "it is started again (restart 2 of 2)" in said
     assert [line.split()[1] for line in ended.said_by("worker 1")] == ["0", "1", "2"]
     assert "was killed by SIGKILL" in ended.said_by("worker 1")[1]
     assert ended.said_by("worker 0") == ["attempt 0 after "]
@@ -381,7 +385,7 @@ else:
         (tmp_path / "hang").touch()
         ended = finish(launcher)
     assert ended.code == 0, ended
-    line = f"worker 1 (pid {hung}) was given up and killed: worker 1 has been silent for 30 s and is started again"
+    line = f"worker 1 (pid {hung}) was given up and killed: worker 1 has been silent for 30 s; it is started again"
     assert line in ended.words, ended
     assert not is_alive(hung)
 
@@ -408,7 +412,7 @@ else:
         (tmp_path / "go").touch()
         ended = finish(launcher)
     assert ended.code == 0, said + str(ended)
-    assert "failed: MeetingError: chief 0 let nobody in and is started again (restart 2 of 5)" in said, said
+    assert "failed: MeetingError: chief 0 let nobody in; it is started again (restart 2 of 5)" in said, said
     assert "failed: ValueError: the script has changed; training goes on with 1 worker" in said, said
 
 
@@ -429,3 +433,125 @@ else:
     assert ended.code == 0, ended
     assert "started again" not in ended.err, ended
     assert "training goes on" not in ended.err, ended
+
+
+# -- training
+
+ROWS, BATCH_SIZE, EPOCHS = 400, 4, 5
+STEPS = ROWS // BATCH_SIZE
+# Steps that two workers may have been given when one of them dies are made again.
+IN_FLIGHT = 4
+TRAIN = f"""
+    import os, pathlib, sys, time
+    sys.path.insert(0, {str(Path(__file__).parent)!r})
+    import keras, numpy as np, tfdist
+
+    strategy = tfdist.create_strategy()
+    from counting import TwoCounts
+
+    here, attempt = pathlib.Path(__file__).parent, int(os.environ["TFDIST_ATTEMPT"])
+    x = np.random.default_rng(0).normal(size=({ROWS}, 6)).astype("float32")
+    y = np.arange({ROWS}, dtype="float32")[:, None]
+
+    class Tell(keras.callbacks.Callback):
+        def pause(self, word):
+            print(word, flush=True)
+            (here / f"at {{word}}").touch()
+            while attempt == 0 and not (here / f"after {{word}}").exists():
+                time.sleep(0.01)
+
+        def on_epoch_begin(self, epoch, logs=None):
+            self.epoch = epoch
+
+        def on_train_batch_end(self, batch, logs=None):
+            if self.epoch == 1 and batch == 9:
+                self.pause("step 9")
+
+        def on_epoch_end(self, epoch, logs=None):
+            print("epoch", epoch, logs["two_counts"], int(self.model.optimizer.iterations), flush=True)
+            if epoch == 2:
+                self.pause("epoch 2")
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(16), keras.layers.Dense(1)])
+        model.compile("sgd", "mae", metrics=[TwoCounts()])
+    callbacks = [tfdist.callbacks.Checkpoint(here / "run"), Tell()]
+    model.fit(x, y, batch_size={BATCH_SIZE}, epochs={EPOCHS}, verbose=0, callbacks=callbacks)
+"""
+TRAINING_S = 240  # on a loaded machine four tasks take minutes to import TensorFlow
+
+
+def train(folder, *flags, ps=1, **env):
+    return started("--workers", 2, "--ps", ps, "--log-dir", folder / "logs", *flags, write(folder, TRAIN), env=env)
+
+
+def pids_at(folder, launcher, word):
+    """Waits until the chief has come to a word, where it stays; returns the tasks' pids."""
+    wait_for(lambda: (folder / f"at {word}").exists() or launcher.poll() is not None, word, TRAINING_S)
+    assert launcher.poll() is None, finish(launcher)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    environs = {int(pid): Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+    configs = {pid: next((v for v in values if v.startswith(b"TF_CONFIG=")), None) for pid, values in environs.items()}
+    tasks = {pid: json.loads(config[10:])["task"] for pid, config in configs.items() if config is not None}
+    return {f"{task['type']} {task['index']}": pid for pid, task in tasks.items()}
+
+
+def assert_counted(ended, losses=0, chief="chief 0"):
+    """The epochs of the whole training were made once, with each row once, and steps only where one was under way."""
+    found = re.findall(r"^epoch (\d+) ([\d.]+) (\d+)$", "\n".join(ended.said_by(chief)), re.MULTILINE)
+    assert [int(epoch) for epoch, _, _ in found] == list(range(EPOCHS)), ended
+    for epoch, shown, iterations in found:
+        assert float(shown) == pytest.approx(ROWS + sum(range(ROWS)) / 1000, abs=1e-3), ended
+        made = (int(epoch) + 1) * STEPS
+        assert made <= int(iterations) <= made + losses * IN_FLIGHT, ended
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+def test_fit_goes_on_without_a_worker_that_is_killed(tmp_path):
+    with train(tmp_path) as launcher:
+        victim = pids_at(tmp_path, launcher, "step 9")["worker 1"]
+        os.kill(victim, signal.SIGKILL)
+        said = read_until(launcher.stderr, f"worker 1 (pid {victim}) was killed by SIGKILL")
+        for word in ("step 9", "epoch 2"):
+            (tmp_path / f"after {word}").touch()
+        ended = finish(launcher, deadline_s=TRAINING_S)
+    assert ended.code == 0, said + str(ended)
+    assert said.endswith("; training goes on with 1 worker\n"), said
+    assert "failed" not in ended.words, ended
+    assert_counted(ended, losses=1)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+def test_a_hung_worker_comes_back_and_a_lost_ps_costs_what_was_not_saved(tmp_path):
+    with train(tmp_path, "--max-restarts", 2, TFDIST_HEARTBEAT_TIMEOUT_S="10") as launcher:
+        hung = pids_at(tmp_path, launcher, "step 9")["worker 1"]
+        os.kill(hung, signal.SIGSTOP)
+        (tmp_path / "after step 9").touch()
+        said = read_until(launcher.stderr, "it is started again (restart 1 of 2)")
+        assert f"worker 1 (pid {hung}) was given up and killed: worker 1 has been silent for 1" in said
+        said += read_until(launcher.stderr, "worker 1 is back: 2 workers")
+        pids = pids_at(tmp_path, launcher, "epoch 2")
+        os.kill(pids["ps 0"], signal.SIGKILL)
+        ended = finish(launcher, deadline_s=TRAINING_S)
+    assert ended.code == 0, said + str(ended)
+    assert re.search(
+        r"ps 0 \(pid \d+\) was killed .*; all 4 tasks are started again in 1 s \(restart 2 of 2\)", ended.err
+    )
+    assert "failed" not in ended.words, ended
+    assert not any(map(is_alive, [hung, *pids.values()]))
+    assert_counted(ended, losses=1)
+    summary = json.loads((tmp_path / "logs" / "summary.json").read_text())
+    assert [restart["task"] for restart in summary["restarts"]] == ["worker 1", "all"]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+def test_workers_that_train_in_step_go_on_together_after_one_is_killed(tmp_path):
+    with train(tmp_path, "--max-restarts", 1, ps=0) as launcher:
+        (tmp_path / "after step 9").touch()
+        pids = pids_at(tmp_path, launcher, "epoch 2")
+        os.kill(pids["worker 1"], signal.SIGKILL)
+        ended = finish(launcher, deadline_s=TRAINING_S)
+    assert ended.code == 0, ended
+    assert "all 2 tasks are started again in 1 s (restart 1 of 1)" in ended.words, ended
+    assert not any(map(is_alive, pids.values()))
+    assert_counted(ended, chief="worker 0")

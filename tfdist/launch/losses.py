@@ -87,7 +87,7 @@ class Losses:
         if is_retried:
             task.returns = why
             which = self._restarts.take(str(task.task), why)
-            self._board.say(f"{why} and is started again (restart {which})")
+            self._board.say(f"{why}; it is started again (restart {which})")
             return
         left = sum(not other.spared or other.returns != "" for other in self._tasks if other.task.type == "worker")
         if left:
