@@ -236,6 +236,7 @@ def test_a_checkpoint_that_is_removed_before_its_turn_is_named(elsewhere, evalua
     prune = Between(lambda: checkpoints.prune(str(tmp_path / "run"), 1, step=12))
     assert evaluate(prune, saver(tmp_path / "run", keep=1)).epoch == [0, 3]
     assert "2 epochs from 2 to 3 are not evaluated: there is no checkpoint of them in" in caplog.text
+    assert "is broken" not in caplog.text
 
 
 def test_epochs_that_are_never_saved_are_not_missed(train, evaluate, tmp_path, caplog):
@@ -251,14 +252,20 @@ def test_a_broken_checkpoint_is_passed_over_with_a_warning(elsewhere, evaluate, 
     assert "step-0000000003 is broken (model.weights.h5 holds 0 of" in caplog.text
 
 
-def test_what_is_not_written_to_its_end_is_not_looked_at_and_not_cleaned_up(elsewhere, evaluate, tmp_path, caplog):
-    give(elsewhere, step(3), step(6), "done.json")
-    (tmp_path / "run" / step(6) / "manifest.json").unlink()
+def test_what_is_still_being_written_is_waited_for_and_not_cleaned_up(elsewhere, evaluate, when_it_waits, tmp_path):
+    give(elsewhere, step(3), step(6))
+    manifest = tmp_path / "run" / step(6) / "manifest.json"
+    manifest.rename(tmp_path / "manifest.json")
     beside = tmp_path / "run" / ".step-0000000009.tfdist-new"
     beside.mkdir()
-    assert evaluate(saver(tmp_path / "run")).epoch == [0]
+
+    def write_to_its_end() -> None:
+        (tmp_path / "manifest.json").rename(manifest)
+        give(elsewhere, "done.json")
+
+    when_it_waits(write_to_its_end)
+    assert evaluate(saver(tmp_path / "run")).epoch == [0, 1]
     assert beside.exists()
-    assert not caplog.records
 
 
 def test_a_training_that_saved_nothing_leaves_an_empty_history(train, evaluate, tmp_path):
