@@ -53,23 +53,28 @@ class Started:
         ports = [portpicker.pick_unused_port() for _ in range(3)]
         cluster = tf_config.local_cluster(workers=1, ps=1, chief=True, ports=ports)
         script = write(folder, SCRIPT)
+        self._command = [sys.executable, "-u", str(script), argument, str(start_timeout_s)]
+        self._environments = {str(task): {"TF_CONFIG": tf_config.build(cluster, task)} for task in cluster.tasks}
+        self._logs = {name: folder / f"{name}.log" for name in self._environments}
+        self._started: list[subprocess.Popen[bytes]] = []
         self.tasks: dict[str, subprocess.Popen[bytes]] = {}
-        self._logs = {str(task): folder / f"{task}.log" for task in cluster.tasks}
-        for task in cluster.tasks:
-            if str(task) != without:
-                with open(self._logs[str(task)], "wb") as log:
-                    self.tasks[str(task)] = subprocess.Popen(
-                        [sys.executable, "-u", script, argument, str(start_timeout_s)],
-                        env=environment({"TF_CONFIG": tf_config.build(cluster, task)}),
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
+        for name in self._environments:
+            if name != without:
+                self.start(name)
+
+    def start(self, name: str) -> None:
+        """Starts a task, or starts it anew."""
+        with open(self._logs[name], "wb") as log:
+            self.tasks[name] = subprocess.Popen(
+                self._command, env=environment(self._environments[name]), stdout=log, stderr=subprocess.STDOUT
+            )
+        self._started.append(self.tasks[name])
 
     def __enter__(self) -> Started:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.tasks.values():
+        for process in self._started:
             process.kill()
             process.wait()
 
@@ -105,6 +110,18 @@ def test_when_the_chief_is_killed_workers_and_ps_leave_and_name_it(tmp_path):
         assert codes == {"chief 0": -signal.SIGKILL, "worker 0": 1, "ps 0": 1}, str(cluster)
         for task in ("worker 0", "ps 0"):
             assert "PeerLostError: chief 0 is gone" in cluster.log(task)
+
+
+def test_a_ps_that_starts_anew_in_a_run_that_has_begun_is_told_that_its_variables_are_lost(tmp_path):
+    with Started(tmp_path, "wait") as cluster:
+        wait_for(lambda: "total 20.0" in cluster.log("chief 0"), f"the chief to work\n{cluster}", DEADLINE_S)
+        cluster.tasks["ps 0"].kill()
+        cluster.tasks["ps 0"].wait()
+        cluster.start("ps 0")
+        assert cluster.tasks["ps 0"].wait(DEADLINE_S) == 1, str(cluster)
+        words = "ps 0 is started anew in a run that has begun: the variables on it were lost with the ps 0 before it"
+        assert f"MeetingError: {words}; start the run again" in cluster.log("ps 0"), str(cluster)
+        assert cluster.tasks["chief 0"].poll() is None, "it does something else meanwhile"
 
 
 @pytest.mark.parametrize("missing", ["ps 0", "chief 0"])

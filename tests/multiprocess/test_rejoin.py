@@ -143,11 +143,10 @@ class Cluster:
 
 def test_a_worker_that_is_killed_is_done_without_and_used_again_when_it_is_back(tmp_path):
     with Cluster(tmp_path, workers=2, ps=2) as cluster:
-        for _ in range(2):
-            cluster.kill("worker 1")
-            cluster.wait_for_epochs(2, with_last_worker=False)
-            cluster.start("worker 1")
-            cluster.wait_for_epochs(2)
+        cluster.kill("worker 1")
+        cluster.wait_for_epochs(2, with_last_worker=False)
+        cluster.start("worker 1")
+        cluster.wait_for_epochs(2)
         cluster.end_of_training()
         assert set(cluster.codes().values()) == {0}, str(cluster)
         said = cluster.log("chief 0")
@@ -155,7 +154,7 @@ def test_a_worker_that_is_killed_is_done_without_and_used_again_when_it_is_back(
             "tfdist: worker 1 is gone: its connection closed without a goodbye (killed or crashed?); training goes on "
             "with 1 worker\n"
         )
-        assert said.count(gone) == said.count("tfdist: worker 1 is back: 2 workers\n") == 2, said
+        assert said.count(gone) == said.count("tfdist: worker 1 is back: 2 workers\n") == 1, said
 
 
 def test_the_last_worker_is_waited_for_and_leaves_with_the_rest_when_the_chief_is_killed(tmp_path):
