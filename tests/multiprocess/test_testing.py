@@ -135,6 +135,10 @@ def train_through_processes():
     return str(tfdist.resolve().task), train_through_servers(strategy)["iterations"]
 
 
+def fail_on_the_chief():
+    fail_under(tfdist.create_strategy(), "not so")
+
+
 def fail_under(strategy, words):
     raise Odd(words, rows=[type(strategy).__name__])
 
@@ -271,6 +275,9 @@ def test_functions_train_through_servers_in_a_process_of_their_own_which_is_the_
 def test_without_a_strategy_the_servers_are_processes_and_the_chief_s_result_is_the_only_one():
     with local_cluster(workers=1, ps=1) as cluster:
         assert cluster.run(train_through_processes) == [("chief 0", 3 * 6)]
+        with pytest.raises(Odd, match="not so on 1 rows") as caught:
+            cluster.run(fail_on_the_chief)
+        assert caught.value.__cause__.task == "chief 0"
 
 
 # -- scripts

@@ -134,7 +134,8 @@ class Started:
     def _raise_timeout(self, name: str, deadline: Deadline) -> NoReturn:
         states = []
         for index, pid in self._channels.pids.items():
-            states.append(f"{self._tasks[index]} {'returned' if self._has_returned(index) else 'did not'}")
+            if index < self._answering:
+                states.append(f"{self._tasks[index]} {'returned' if self._has_returned(index) else 'did not'}")
             if not self._has_returned(index) and index not in self._channels.gone:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGUSR1)
