@@ -96,7 +96,8 @@ preemption that we did not ask for (42). An error of the script's own is not, no
     A worker beside parameter servers: that task alone, at once; the others train on meanwhile. When no restart is left
         they go on without it, and the run fails with the last of this host's workers.
 Each is told in a line on stderr. A log file has all starts of its task, one after the other, and summary.json counts
-them. On several hosts give each launcher the same N: each counts for itself.
+them. On several hosts give each launcher the same N: each counts for itself, and one that tries again waits for the
+others as at the first start.
 
 Exit codes
 ----------

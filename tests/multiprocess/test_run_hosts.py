@@ -182,6 +182,25 @@ tfdist.barrier("step 6")
     assert (summary["first_failure"], summary["exit_code"]) == ("worker 3", 1)
 
 
+def test_hosts_that_may_restart_meet_again_after_a_task_of_one_was_killed(tmp_path):
+    script = write(
+        tmp_path,
+        MEET
+        + """
+tfdist.barrier("step 5")
+if config.task.index == 3 and info.attempt == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+tfdist.barrier("step 6")
+print("met", info.attempt)
+""",
+    )
+    first, second = run_hosts(tmp_path, script, two_hosts(), flags=[("--max-restarts", 1)] * 2)
+    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
+    assert first.said_by("worker 0") == second.said_by("worker 3") == ["met 1"]
+    assert "worker 3, which runs on another host, was lost by worker " in first.words
+    assert "; all 2 tasks are started again in 1 s (restart 1 of 1)" in first.words
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_the_end_of_one_launcher_ends_the_other(tmp_path, number, code):
     # The second host waits in a call that needs the first.

@@ -236,6 +236,30 @@ def test_without_a_terminal_or_with_no_pty_nobody_has_one(tmp_path):
     assert "terminal False False" in text
 
 
+def test_the_chief_has_a_terminal_again_after_a_restart(tmp_path):
+    path = write(
+        tmp_path,
+        """
+        import os, signal, sys
+        attempt = os.environ["TFDIST_ATTEMPT"]
+        print("attempt", attempt, sys.stdout.isatty())
+        sys.stdout.write("step 1/5 ")
+        sys.stdout.flush()
+        if attempt == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        sys.stdout.write("\\rstep 5/5 \\n")
+        """,
+    )
+    code, text = run_in_terminal("--workers", 1, "--max-restarts", 1, path)
+    screen = Screen()
+    screen.feed(text)
+    shown = [line.rstrip() for line in screen.lines]
+    assert code == 0, text
+    of_the_task = [line.removeprefix("[worker 0] ") for line in shown if line.startswith("[worker 0] ")]
+    assert of_the_task == ["attempt 0 True", "step 1/5", "attempt 1 True", "step 5/5"], text
+    assert any("is started again in 1 s" in line for line in shown), text
+
+
 def test_the_chief_hears_of_a_new_window_size(tmp_path):
     path = write(
         tmp_path,
