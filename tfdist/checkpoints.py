@@ -189,7 +189,9 @@ def begin(folder: str) -> None:
 def end(folder: str, *, step: int) -> None:
     """Notes that training has ended, by itself or by a callback, after so many steps in all."""
     path = f"{folder.rstrip('/')}/{DONE}"
-    text = json.dumps({"step": step, "ended_at": _now(), "run": this_run(), "fit": _fits[folder]}) + "\n"
+    run, attempt = this_run()
+    noted = {"step": step, "ended_at": _now(), "run": run, "attempt": attempt, "fit": _fits[folder]}
+    text = json.dumps(noted) + "\n"
     try:
         files.write(path, lambda target: Path(target).write_text(text, encoding="utf-8"))
     except (OSError, tf.errors.OpError) as error:
@@ -216,13 +218,14 @@ def count_fit(folder: str) -> int:
     return _fits[folder]
 
 
-def this_run() -> str | None:
-    """Returns a name that all tasks of this run share and no other run has; None without a launcher of all tasks."""
+def this_run() -> tuple[str | None, int]:
+    """Returns a name that all tasks of this run share and no other run has, and which of its attempts this is.
+
+    The name is None without a launcher of all tasks: those of several hosts have a folder each, and no secret.
+    """
     info = process.LaunchInfo.read(os.environ)
-    # Launchers of several hosts have a folder each, and no secret.
-    if info.run_dir is None or info.secret is None:
-        return None
-    return f"{os.path.basename(info.run_dir)} {info.attempt}"
+    has_name = info.run_dir is not None and info.secret is not None
+    return os.path.basename(str(info.run_dir)) if has_name else None, info.attempt
 
 
 def _now() -> str:

@@ -127,13 +127,15 @@ def _validation_data_of(given: SimpleNamespace) -> Any:
 class _End:
     """The end of a training elsewhere, as it can be seen in its folder.
 
-    A training that goes on removes what an earlier one has left there, but maybe only after we looked: under one
-    launcher, notes bear the name of the run; else, one that stays as it was for as long as tasks may wait for each
-    other at their start is of this training after all, which had ended before we came.
+    A training that goes on removes what an earlier one has left there, but maybe only after we looked. Notes bear the
+    name of a run under one launcher, and the attempt. Where that does not tell (there is no such launcher, or we alone
+    were started again), a note that stays as it was for as long as tasks may wait for each other at their start is of
+    this training after all, which had ended before we came.
     """
 
     def __init__(self, folder: str) -> None:
-        self._folder, self._run, self._fit = folder, checkpoints.this_run(), checkpoints.count_fit(folder)
+        self._folder, self._fit = folder, checkpoints.count_fit(folder)
+        self._run, self._attempt = checkpoints.this_run()
         self._from_before = checkpoints.ended(folder)
         told = process.LaunchInfo.read(os.environ).start_timeout_s
         self._believed_at = time.monotonic() + (START_TIMEOUT_S if told is None else told)
@@ -143,8 +145,10 @@ class _End:
         if noted is None:
             self._from_before = None
             return False
-        if self._run is not None:
-            return noted.get("run") == self._run and noted.get("fit", 0) >= self._fit
+        if self._run is not None and noted.get("run") != self._run:
+            return False
+        if self._run is not None and noted.get("attempt") == self._attempt:
+            return bool(noted.get("fit", 0) >= self._fit)
         return noted != self._from_before or time.monotonic() >= self._believed_at
 
 

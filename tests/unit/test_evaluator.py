@@ -231,6 +231,16 @@ def test_under_one_launcher_only_an_end_in_this_run_counts(elsewhere, evaluate, 
     assert evaluate(saver(tmp_path / "run")).epoch == [0, 1]
 
 
+def test_one_that_is_started_again_alone_believes_the_end_of_the_others(elsewhere, evaluate, tmp_path, monkeypatch):
+    (tmp_path / "secret").write_text("s")
+    give(elsewhere, step(3))
+    monkeypatch.setenv("TFDIST_RUN_DIR", str(tmp_path))
+    checkpoints.begin(str(tmp_path / "run"))
+    checkpoints.end(str(tmp_path / "run"), step=3)
+    monkeypatch.setenv("TFDIST_ATTEMPT", "1")
+    assert evaluate(saver(tmp_path / "run")).epoch == [0]
+
+
 def test_a_checkpoint_that_is_removed_before_its_turn_is_named(elsewhere, evaluate, tmp_path, caplog):
     give(elsewhere, step(3), step(6), step(9), step(12), "done.json")
     prune = Between(lambda: checkpoints.prune(str(tmp_path / "run"), 1, step=12))
