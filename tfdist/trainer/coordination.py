@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -229,10 +229,9 @@ class Coordination:
         begun = time.monotonic()
         say_after_s = SAY_AFTER_S
         while True:
-            try:
+            self._check()  # also where the other workers go on
+            with suppress(queue.Empty):
                 return finished.get(timeout=min(ASK_EVERY_S, self._step_timeout_s))
-            except queue.Empty:
-                self._check()
             now = time.monotonic()
             if len(self.missing_workers()) == self.workers:
                 begun = now  # how long that may last is said, and ended, by the attendance
@@ -241,7 +240,7 @@ class Coordination:
                 raise WaitError(
                     f"{what} for {waited:.0f} s; longer than the step time-out of {self._step_timeout_s:g} s "
                     "(create_strategy(step_timeout_s=...), or --step-timeout of the launcher)"
-                ) from None
+                )
             if waited >= say_after_s:
                 say_after_s = waited + SAY_EVERY_S
                 logger.warning("%s for %.0f s (of %.0f s)", what, waited, self._step_timeout_s)
