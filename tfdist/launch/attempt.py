@@ -211,6 +211,7 @@ class Attempt:
         seen = [task.seen for task in self.tasks]
         verdict = first_failure(seen) or self._left_before_start() or self._losses.of_all_workers()
         if verdict is None:
+            self._settle_until = None
             return
         if verdict.kind == "hearsay" and any(task.is_alive for task in self.tasks):
             now = time.monotonic()
