@@ -40,6 +40,10 @@ SCRIPT = """
         time.sleep(60)
     x = tf.random.stateless_normal((60, 2), seed=(1, 2)).numpy()
     history = model.fit(x, x @ [[1.0], [2.0]], batch_size=10, epochs=4, verbose=0)
+    alone = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    alone.compile("sgd", "mse")
+    for _ in range(2):
+        alone.fit(x, x[:, :1], verbose=0)
     print("fell", history.history["loss"][-1] < history.history["loss"][0], int(model.optimizer.iterations), flush=True)
 """
 CLEAN = ["chief True ParameterServerStrategyV2", "total 20.0", "fell True 24"]
@@ -93,6 +97,8 @@ def test_launched_workers_and_ps_end_with_the_chief(tmp_path):
     ended = run("--workers", 2, "--ps", 1, write(tmp_path, SCRIPT), "go", 60)
     assert ended.code == 0, str(ended)
     assert ended.said_by("chief 0") == CLEAN
+    words = "sequential_1 was made outside the strategy's scope, so this task trains it alone"
+    assert str(ended).count(words) == 1
     assert not ended.said_by("worker 0"), "a worker serves, and runs nothing below create_strategy"
 
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _engines: weakref.WeakKeyDictionary[Any, Engine] = weakref.WeakKeyDictionary()
 _evaluators: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()  # their `fit`
+_local_models: weakref.WeakSet[Any] = weakref.WeakSet()  # that were warned of
 _installed = False
 _cluster_text: str | None = None  # TF_CONFIG when the strategy was made
 
@@ -53,6 +54,14 @@ def _engine_for(model: Any, method: str) -> Engine | None:
                 "copy. Make and compile it inside:\n"
                 "    with strategy.scope():\n        model = ...\n        model.compile(...)"
             )
+        if _is_coordinator() and model not in _local_models:
+            _local_models.add(model)
+            logger.warning(
+                "model.%s: %s was made outside the strategy's scope, so this task trains it alone; made and compiled "
+                "inside `with strategy.scope():`, the workers train it",
+                method,
+                model.name,
+            )
     if strategy in _evaluators and method == "train_on_batch":
         raise UnsupportedError(
             "model.train_on_batch: the evaluator trains nothing, and evaluates what fit saves with "
@@ -66,6 +75,12 @@ def _engine_for(model: Any, method: str) -> Engine | None:
 def _is_evaluator() -> bool:
     current = process.current()
     return current is not None and current.config is not None and current.config.is_evaluator
+
+
+def _is_coordinator() -> bool:
+    """Whether this is the chief of workers and parameter servers: no other task of theirs runs the script so far."""
+    current = process.current()
+    return current is not None and current.presence is not None
 
 
 def _refuse_late_cluster() -> None:
