@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -212,13 +212,17 @@ def test_bad_use_ends_with_2_and_starts_nothing(capsys, folder):
 
 
 def test_help_is_quick_and_names_every_flag():
+    def processor_s() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     times = []
     for _ in range(3):
-        start = time.monotonic()
+        start = processor_s()  # time on the clock is also that of whatever else runs here
         text = subprocess.run(
             [sys.executable, "-m", "tfdist.run", "--help"], capture_output=True, text=True, check=True, timeout=30
         ).stdout
-        times.append(time.monotonic() - start)
+        times.append(processor_s() - start)
     assert min(times) < 0.5
     for flag in ("--workers", "--chief", "--ps", "--module", "--log-dir", "--raw", "--start-timeout", "--version"):
         assert flag in text
