@@ -221,7 +221,9 @@ class AsynchronousEngine:
                     yield None
                     continue
                 the_pass.begin(reading.begun)
-                traced = function.on_iterator(count, per_worker, endless=the_pass.data.is_endless)
+                # One worker may get all closures that are open; twice as many, for what a lost connection cost.
+                far = the_pass.data.reaches(2 * self.coordination.in_flight * most)
+                traced = function.on_iterator(count, per_worker, goes_on=far)
                 closure = Closure(traced, (per_worker.iterators, per_worker.indices), reading.begun, count)
                 reading.begin(count)
                 yield closure
@@ -426,11 +428,11 @@ class StepsOnWorker:
         """Returns a function of a tuple of so many batches."""
         return with_signature(self._on_batches, self._run, count, spec)
 
-    def on_iterator(self, count: int, per_worker: PerWorker, *, endless: bool) -> Any:
+    def on_iterator(self, count: int, per_worker: PerWorker, *, goes_on: bool) -> Any:
         """Returns a function of (iterator, index of the worker) of so many steps, or fewer at the end of the data."""
-        key = f"{count} {endless} {per_worker.spec}"
+        key = f"{count} {goes_on} {per_worker.spec}"
         if key not in self._on_iterator:
-            run = functools.partial(self._run_on_iterator, count, endless)
+            run = functools.partial(self._run_on_iterator, count, goes_on)
             self._on_iterator[key] = tf.function(run, autograph=False).get_concrete_function(*per_worker.spec)
         return self._on_iterator[key]
 
@@ -467,10 +469,10 @@ class StepsOnWorker:
             )
         return parts
 
-    def _run_on_iterator(self, count: int, endless: bool, iterator: Any, worker: tf.Tensor) -> tf.Tensor:
+    def _run_on_iterator(self, count: int, is_sure: bool, iterator: Any, worker: tf.Tensor) -> tf.Tensor:
         """Steps on what the worker's own iterator yields: (position, element)."""
         with outside_strategy():
-            if endless:
+            if is_sure:  # the data goes on for so long: a condition costs as much as the steps
                 elements = [iterator.get_next() for _ in range(count)]
                 first, done, goes_on = elements[0][0], count, True
                 _, states = self._steps([element[0] for _, element in elements], self._start())

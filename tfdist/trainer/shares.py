@@ -35,11 +35,16 @@ class Share:
 
     def missing(self) -> Iterator[int]:
         """Yields the positions, from `next` on, that were not counted; without end unless the worker found one."""
-        position, last = self.next, max(self._later, default=-1)
+        position, last = self.next, self.end
         while position < last or not self.ended:
             if position not in self._later:
                 yield position
             position += 1
+
+    @property
+    def end(self) -> int:
+        """Behind the last element that was counted."""
+        return max(self._later, default=self.next - 1) + 1
 
     @property
     def is_whole(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,6 +58,7 @@ class WorkerInput:
         """Returns the workers' iterators: new ones for each epoch, unless epochs are cut out of longer data."""
         if self._kept is None or self.wanted_steps is None:
             self._epoch = epoch
+            self.__dict__.pop("_lengths", None)
             self.shares = shares = [Share() for _ in range(self._workers)]
 
             def make(worker: int, count: int, skip: tf.Tensor) -> tf.data.Dataset:
@@ -77,10 +79,15 @@ class WorkerInput:
         self._has_looked = True
 
     @functools.cached_property
-    def is_endless(self) -> bool:
-        """Whether TensorFlow knows that no worker's data ends."""
+    def _lengths(self) -> list[float]:
+        """How many elements each worker's data has at least, as far as TensorFlow knows."""
         datasets = (self._make(worker, self._workers, self._epoch) for worker in range(self._workers))
-        return all(int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY for dataset in datasets)
+        known = [int(dataset.cardinality()) for dataset in datasets]
+        return [math.inf if size == tf.data.INFINITE_CARDINALITY else max(0, size) for size in known]
+
+    def reaches(self, steps: int) -> bool:
+        """Whether every worker's data surely goes on for so many steps behind what was counted."""
+        return all(length - share.end >= steps for length, share in zip(self._lengths, self.shares, strict=True))
 
     def rest_of(self, worker: int) -> Iterator[Any]:
         """Yields the batches of a worker's share that were not counted, as this process reads them; then they are."""
