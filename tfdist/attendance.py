@@ -9,6 +9,7 @@ this process ends with it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import os
 import queue
@@ -32,6 +33,9 @@ START_AGAIN = "start the run again, and a Checkpoint callback goes on from the l
 KILL_S = 15.0
 # Where a task is lost, TensorFlow's operations mostly fail by themselves; some never end.
 ASK_S = 10.0
+# TensorFlow holds the GIL while it tells every server of a function, also one that hangs: so long after no Python code
+# has run, a thread without Python ends this process.
+ALARM_S, ALARM_EVERY_S = 1800.0, 5.0
 STUCK_S = 60.0
 
 
@@ -86,22 +90,29 @@ class Attendance:
 
     def _watch(self) -> None:
         changes = self._group.changes()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                change = changes.get(timeout=TICK_S)
-                if change is None:
-                    return
-                self._take(self._group.tasks[change[0]], change[1])
-            with self._lock:
-                now = time.monotonic()
-                self._judge(now)
-                error = self._error if self._is_stuck(now) else None
-            if error is not None:
-                process.fail(error)
+        alarm_at = 0.0
+        try:
+            while True:
+                if time.monotonic() >= alarm_at:
+                    alarm_at = time.monotonic() + ALARM_EVERY_S
+                    faulthandler.dump_traceback_later(ALARM_S, exit=True)
+                with contextlib.suppress(queue.Empty):
+                    change = changes.get(timeout=TICK_S)
+                    if change is None:
+                        return
+                    self._take(self._group.tasks[change[0]], change[1])
+                with self._lock:
+                    now = time.monotonic()
+                    self._judge(now)
+                    error = self._error if self._is_stuck(now) else None
+                if error is not None:
+                    process.fail(error)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
 
     def _take(self, task: Task, trouble: Trouble | None) -> None:
-        if trouble is not None and trouble.kind == BROKEN:
-            return  # it is alive
+        if trouble is not None and (trouble.kind == BROKEN or trouble.clean):
+            return  # it is alive, or leaves because this task has said goodbye
         with self._lock:
             was_missing = self._missing.pop(task, None) is not None
             if trouble is not None:

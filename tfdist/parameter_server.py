@@ -18,9 +18,11 @@ import portpicker
 import tensorflow as tf
 
 from tfdist import devices, process
-from tfdist.attendance import START_AGAIN, Attendance
+from tfdist.attendance import KILL_S, START_AGAIN, Attendance
 from tfdist.cluster import Task, TFConfig
 from tfdist.collectives import Group
+from tfdist.collectives.monitor import MAX_BEAT_S
+from tfdist.errors import PeerLostError
 from tfdist.internals import parameter_server as internals
 from tfdist.placement import Placement
 from tfdist.trainer import dispatch
@@ -111,9 +113,40 @@ def serve(config: TFConfig, group: Group) -> NoReturn:
         group.barrier(SERVERS)
     process.report("phase", phase="connected")
     logger.info("%s serves at %s until the chief is done", config.task, config.cluster.address(config.task))
-    group.wait_until_left(config.cluster.tasks.index(config.cluster.chief))
+    _wait_for_end(config, group)
     del server
     raise SystemExit(0)
+
+
+def _wait_for_end(config: TFConfig, group: Group) -> None:
+    """Returns when the chief has said goodbye.
+
+    A chief that calls a task which hangs may itself be silent: TensorFlow holds the GIL while it tells every server of
+    a function. Then that other task is to blame, and whoever hears it no more tells the launcher, which ends it.
+    """
+    chief = config.cluster.chief
+    index = config.cluster.tasks.index(chief)
+    while True:
+        try:
+            group.wait_until_left(index)
+        except PeerLostError:
+            if chief not in group.silent():
+                raise
+            # The silence of another may show a heartbeat later.
+            if group.is_heard_again(index, wait_s=2 * MAX_BEAT_S):
+                continue
+            others = [task for task in group.silent() if task != chief]
+            if not others:
+                raise
+            names = " and ".join(map(str, others))
+            for task in others:
+                process.report("lost", task=str(task), why=f"{task} has been silent, and {chief} waits for it")
+            if not group.is_heard_again(index, wait_s=KILL_S):
+                raise PeerLostError(
+                    f"{names} and {chief} have been silent (stopped, or their hosts are lost)", task=others[0]
+                ) from None
+        else:
+            return
 
 
 def _resolver(config: TFConfig, chief: str | None = None) -> Any:

@@ -163,6 +163,27 @@ def each_worker_reads_its_own_share(strategy: Any) -> dict:
 
 
 @case
+def shares_that_are_empty(strategy: Any) -> dict:
+    """All rows are the last worker's; then nobody has any."""
+    targets = np.arange(ROWS, dtype="float32")[:, None]
+
+    def share(context: tf.distribute.InputContext) -> tf.data.Dataset:
+        has_rows = context.input_pipeline_id == context.num_input_pipelines - 1
+        return tf.data.Dataset.from_tensor_slices((X, targets)).take(ROWS if has_rows else 0).batch(9)
+
+    with strategy.scope():
+        model = model_of()
+        model.compile("sgd", "mse", metrics=[TwoCounts()], jit_compile=False)
+    history = model.fit(tfdist.data.from_function(share), epochs=1, verbose=0)
+    try:
+        model.fit(lambda context: share(context).take(0), epochs=1, verbose=0)
+        told = "nothing"
+    except ValueError as error:
+        told = str(error)
+    return {"two counts": history.history["two_counts"], "none": told}
+
+
+@case
 def a_function_of_an_input_context(strategy: Any) -> dict:
     seen = []
 

@@ -92,6 +92,13 @@ def test_workers_that_read_for_themselves_give_every_row_once(workers, result):
 
 
 @pytest.mark.parametrize("workers", BOTH)
+def test_shares_may_be_empty_but_not_all(workers, result):
+    found = result("shares_that_are_empty", workers)
+    assert found["two counts"].tolist() == pytest.approx([ROWS + TOTAL / 1000])
+    assert f"none of the datasets of {workers} workers holds a batch" in str(found["none"])
+
+
+@pytest.mark.parametrize("workers", BOTH)
 def test_a_dataset_function_gets_a_context_of_its_own_for_every_worker(workers, result):
     found = result("a_function_of_an_input_context", workers)
     assert found["contexts"].tolist() == [[worker, workers] for worker in range(workers)]

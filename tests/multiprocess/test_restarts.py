@@ -372,9 +372,6 @@ if me == "chief 0":
     process.report("lost", task="ps 7", why="there is none")
     process.report("lost", task="worker 1", why="worker 1 has been silent for 30 s")
     wait("worker 1 1")
-elif me == "worker 0":
-    process.report("lost", task="chief 0", why="only the chief may say so")
-    forever()
 else:
     forever()
 """
@@ -542,6 +539,25 @@ def test_a_hung_worker_comes_back_and_a_lost_ps_costs_what_was_not_saved(tmp_pat
     assert_counted(ended, losses=1)
     summary = json.loads((tmp_path / "logs" / "summary.json").read_text())
     assert [restart["task"] for restart in summary["restarts"]] == ["worker 1", "all"]
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
+def test_a_worker_that_hangs_while_the_chief_traces_is_to_blame_and_not_the_chief(tmp_path):
+    """TensorFlow holds the chief's GIL while it tells the hung worker of a function: no heart of the chief's beats."""
+    evaluate = """
+    Tell.pause(None, "trained")
+    print("rows", model.evaluate(x, y, batch_size=4, return_dict=True, verbose=0)["two_counts"], flush=True)
+"""
+    text = TRAIN.replace(f"epochs={EPOCHS}", "epochs=1") + evaluate
+    flags = ("--workers", 2, "--ps", 1, write(tmp_path, text))
+    with started(*flags, env={"TFDIST_HEARTBEAT_TIMEOUT_S": "6"}) as launcher:
+        hung = pids_at(tmp_path, launcher, "trained")["worker 1"]
+        os.kill(hung, signal.SIGSTOP)
+        (tmp_path / "after trained").touch()
+        ended = finish(launcher, deadline_s=TRAINING_S)
+    assert ended.code == 0, ended
+    assert f"worker 1 (pid {hung}) was given up and killed: worker 1 has been silent" in ended.err, ended
+    assert float(ended.said_by("chief 0")[-1].split()[1]) == pytest.approx(ROWS + sum(range(ROWS)) / 1000, abs=1e-3)
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")

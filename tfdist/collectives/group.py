@@ -241,6 +241,8 @@ class Group:
     def wait_until_left(self, index: int) -> str:
         """Returns what a peer's clean goodbye said, however long it takes; calls of the others do not matter.
 
+        It may be called again, where the peer was silent and is heard again.
+
         Raises:
             PeerLostError: It is gone without a goodbye, silent, or left because of an error.
         """
@@ -249,6 +251,14 @@ class Group:
         if trouble is None or trouble.clean:
             return "" if trouble is None else trouble.text
         raise PeerLostError(trouble.text, task=self.tasks[index])
+
+    def silent(self) -> list[Task]:
+        """Returns the peers that nothing is heard of now, though their connections stand."""
+        return [] if self._monitor is None else [self.tasks[index] for index in self._monitor.silent()]
+
+    def is_heard_again(self, index: int, *, wait_s: float) -> bool:
+        """Returns whether a silent peer speaks within this time."""
+        return self._monitor is not None and self._monitor.is_heard_again(index, wait_s=wait_s)
 
     def is_alive(self, index: int, *, wait_s: float) -> bool | None:
         """Returns whether a peer lives, by what is heard of it from now on; None where that is nothing in this time."""

@@ -171,6 +171,22 @@ class Monitor:
             self._changed.wait_for(lambda: index in self._troubles, timeout=wait_s)
             return self._troubles.get(index)
 
+    def silent(self) -> list[int]:
+        """Returns the peers that are silent now."""
+        with self._changed:
+            return [index for index, trouble in self._troubles.items() if trouble.kind == SILENT]
+
+    def is_heard_again(self, index: int, *, wait_s: float) -> bool:
+        """Returns whether a silent peer speaks within this time; what ends it otherwise ends the wait."""
+
+        def is_silent() -> bool:
+            trouble = self._troubles.get(index)
+            return trouble is not None and trouble.kind == SILENT
+
+        with self._changed:
+            self._changed.wait_for(lambda: not is_silent(), timeout=wait_s)
+            return index not in self._troubles
+
     def is_alive(self, index: int, *, wait_s: float) -> bool | None:
         """Returns whether a peer lives, by what is heard of it from now on; None where that is nothing in this time."""
         asked = time.monotonic()

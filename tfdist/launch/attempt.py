@@ -183,8 +183,8 @@ class Attempt:
         if isinstance(asked_s, (int, float)):
             # A script may give its tasks more time than we were told.
             self.start_timeout_s = max(self.start_timeout_s, asked_s)
-        if message.get("kind") == "lost" and task.task == self._plan.chief:
-            # It knows only of those that it has met.
+        if message.get("kind") == "lost" and task.task.type in ("chief", "worker", "ps"):
+            # The chief tells of it, or the others where it waits for that task itself; all know of those they have met.
             for other in self.tasks:
                 if str(other.task) == message.get("task") and other.phase == "connected" and other is not task:
                     other.give_up(str(message.get("why", "")) or f"{task.task} lost it")

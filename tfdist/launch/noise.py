@@ -33,7 +33,16 @@ _EMPTY_WARNINGS = re.compile(
     rb"|Local rendezvous is aborting with status: ABORTED: Cleanup"  # at the end of a function on a worker
     rb"|The calling iterator did not fully read the dataset being cached"
 )
-
+# What TensorFlow's coordinator says of a lost worker, for every function and step: the chief names the worker once.
+_LOST_WORKER = re.compile(
+    rb"Failed to (?:register|remove) function remotely due to "
+    rb"|^ERROR:tensorflow:Worker /job:worker/replica:0/task:\d+ failed with (?:Unavailable|Aborted|Cancelled)Error"
+)
+_LOST_WORKER_LINE = re.compile(
+    rb"^Additional GRPC error information from remote target "
+    rb"|^:UNKNOWN:Error received from peer "
+    rb"|^This could happen if the remote target has been disconnected from the client\."
+)
 
 # A message that ends so goes on, in lines of its own, with a protocol buffer as text.
 _OPENING = re.compile(rb"(?:Options|Config|Def)\b.*:|debugonly\s*$")
@@ -50,9 +59,14 @@ class NoiseFilter:
     def __init__(self, *, keep_info: bool = False) -> None:
         self._keep_info = keep_info
         self._in_protocol_buffer = False
+        self._is_of_lost_worker = False
 
     def __call__(self, line: bytes) -> bool:
         """Returns whether `line`, without its end, is noise."""
+        begins = _LOST_WORKER.search(line) is not None
+        self._is_of_lost_worker = begins or (self._is_of_lost_worker and _LOST_WORKER_LINE.match(line) is not None)
+        if self._is_of_lost_worker:
+            return True
         native = _NATIVE_LINE.match(line) or _OLD_NATIVE_LINE.match(line)
         if native is None:
             self._in_protocol_buffer = self._in_protocol_buffer and _PROTOCOL_BUFFER_LINE.match(line) is not None

@@ -47,8 +47,18 @@ class WorkerInput:
         return {}
 
     def peek(self, epoch: int) -> Any:
-        """Returns the first element of the first worker."""
-        return next(self.source.start(epoch))
+        """Returns the first element of the first worker that has one.
+
+        Raises:
+            ValueError: There is none.
+        """
+        for worker in range(self._workers):
+            for element in self._make(worker, self._workers, epoch):
+                return element
+        raise self._empty()
+
+    def _empty(self) -> ValueError:
+        return ValueError(f"there is no data: none of the datasets of {self._workers} workers holds a batch")
 
     def reset(self) -> None:
         """Begins anew: what follows reads the data from its beginning."""
@@ -106,9 +116,15 @@ class WorkerInput:
         share.ended = True
 
     def ran_out(self, steps: int) -> None:
-        """Notes that all workers' data ended after so many steps."""
+        """Notes that all workers' data ended after so many steps.
+
+        Raises:
+            ValueError: After none.
+        """
+        if steps == 0:
+            raise self._empty()
         if self.wanted_steps is None:
-            self.steps = steps or None
+            self.steps = steps
             return
         self._kept = None
         warnings.warn(

@@ -60,3 +60,17 @@ def test_a_protocol_buffer_goes_with_its_message_and_like_lines_without_one_stay
     assert [is_noise(line) for line in [b"value: 1", head, *proto]] == [False, True, *[True] * len(proto)]
     assert not is_noise(b"loss: 0.5 at step 3")
     assert not is_noise(b"value: 1")
+
+
+def test_what_is_said_of_a_lost_worker_at_every_function_goes_and_other_errors_of_grpc_stay():
+    more = [
+        b"Additional GRPC error information from remote target /job:worker/replica:0/task:1 while calling /x/Y:",
+        b':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"recvmsg:Connection reset by peer"}',
+        b"This could happen if the remote target has been disconnected from the client.",
+    ]
+    registered = b"E0000 00:00:1796095489.159239   105 context.cc:873] Failed to register function remotely due to x"
+    failed = b"ERROR:tensorflow:Worker /job:worker/replica:0/task:1 failed with UnavailableError():recvmsg: reset"
+    is_noise = NoiseFilter()
+    assert all(is_noise(line) for line in [registered, *more, failed, *more[:2]])
+    assert not is_noise(b"loss 0.5")
+    assert not any(is_noise(line) for line in more)
