@@ -101,8 +101,8 @@ others as at the first start.
 
 Exit codes
 ----------
-0    all tasks ended with 0 (parameter servers and their workers end when the chief does; the evaluator, when it has
-     evaluated the last checkpoint)
+0    all tasks ended with 0 (parameter servers and their workers end when the chief does, and it may train on without
+     a worker that died; the evaluator, when it has evaluated the last checkpoint)
 n    the code of the task that failed first, where no restart is left or would help; 1 for one that left with 0 too
      early, or that runs on another host; 128+n for death by signal n
 2    nothing was started: wrong usage

@@ -31,6 +31,8 @@ _EMPTY_WARNINGS = re.compile(
     rb"|could not open file to read NUMA node"
     rb"|pyfunc_\d+ returns 0 values"  # how a step of ours ends where the group has failed
     rb"|Local rendezvous is aborting with status: ABORTED: Cleanup"  # at the end of a function on a worker
+    rb"|Device filters can only be specified when initializing the cluster"
+    rb"|Ignoring an error encountered when deleting remote tensors handles"  # of a worker that has come back
     rb"|The calling iterator did not fully read the dataset being cached"
 )
 # What TensorFlow's coordinator says of a lost worker, for every function and step: the chief names the worker once.

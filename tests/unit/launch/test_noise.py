@@ -22,6 +22,8 @@ NOISE = [
     "2024-03-01 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] This TensorFlow binary is",
     "2024-03-01 12:00:00.123456: E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:9261] "
     "Unable to register cuDNN factory: Attempting to register factory for plugin cuDNN",
+    "W0000 00:00:1796096000.123456   22129 context.cc:1503] Ignoring an error encountered when deleting remote tensors "
+    "handles: INVALID_ARGUMENT: Unable to find the relevant tensor remote_handle",
     "I1130 17:49:01.123456 140 grpc_server_lib.cc:467] Started server with target: grpc://127.0.0.1:47285",
 ]
 WORDS = [
