@@ -91,7 +91,7 @@ def test_checkpoints_are_written_and_read_by_the_chief_alone(every):
     first, *others = every("checkpoints")
     steps = [f"step-{step:010d}" for step in (3, 6, 9, 12)]
     assert first["before"] == steps[:2]
-    assert first["after"] == steps[1:]
+    assert first["after"] == ["done.json", *steps[1:]]
     assert all(other["before"] is None and other["after"] is None for other in others)
 
 
