@@ -33,10 +33,10 @@ START_AGAIN = "start the run again, and a Checkpoint callback goes on from the l
 KILL_S = 15.0
 # Where a task is lost, TensorFlow's operations mostly fail by themselves; some never end.
 ASK_S = 10.0
+STUCK_S = 60.0
 # TensorFlow holds the GIL while it tells every server of a function, also one that hangs: so long after no Python code
 # has run, a thread without Python ends this process.
 ALARM_S, ALARM_EVERY_S = 1800.0, 5.0
-STUCK_S = 60.0
 
 
 class Attendance:

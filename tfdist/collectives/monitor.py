@@ -174,17 +174,12 @@ class Monitor:
     def silent(self) -> list[int]:
         """Returns the peers that are silent now."""
         with self._changed:
-            return [index for index, trouble in self._troubles.items() if trouble.kind == SILENT]
+            return [index for index in self._troubles if self._is_silent(index)]
 
     def is_heard_again(self, index: int, *, wait_s: float) -> bool:
         """Returns whether a silent peer speaks within this time; what ends it otherwise ends the wait."""
-
-        def is_silent() -> bool:
-            trouble = self._troubles.get(index)
-            return trouble is not None and trouble.kind == SILENT
-
         with self._changed:
-            self._changed.wait_for(lambda: not is_silent(), timeout=wait_s)
+            self._changed.wait_for(lambda: not self._is_silent(index), timeout=wait_s)
             return index not in self._troubles
 
     def is_alive(self, index: int, *, wait_s: float) -> bool | None:
@@ -341,12 +336,15 @@ class Monitor:
 
     def _note_life(self, index: int) -> None:
         with self._changed:
-            known = self._troubles.get(index)
-            if known is not None and known.kind == SILENT:
+            if self._is_silent(index):
                 del self._troubles[index]
                 self._over.discard(index)
                 self.changes.put((index, None))
             self._changed.notify_all()
+
+    def _is_silent(self, index: int) -> bool:
+        trouble = self._troubles.get(index)
+        return trouble is not None and trouble.kind == SILENT
 
     def _call(self) -> None:
         """Lets our own thread look up."""
