@@ -38,10 +38,7 @@ def main():
 
     with strategy.scope():
         model = build_model()
-        # Through parameter servers, a worker may read Adam's first moment anew and its second one old, of rows that
-        # had no gradient yet: divided by the usual epsilon, 1e-7, one step would throw such a row far away.
-        optimizer = keras.optimizers.Adam(1e-2, epsilon=1e-4)
-        model.compile(optimizer, "mse", metrics=[keras.metrics.RootMeanSquaredError("error")])
+        model.compile(keras.optimizers.Adam(1e-2), "mse", metrics=[keras.metrics.RootMeanSquaredError("error")])
     model.fit(
         {"user": users[train], "film": films[train]},
         ratings[train],

@@ -85,6 +85,7 @@ def make_strategy(
     strategy = tf.distribute.ParameterServerStrategy(resolver, variable_partitioner=None)
     placement = Placement(internals.num_ps(strategy))
     internals.place(strategy, placement.choose)
+    internals.let_updates_exclude_each_other(strategy)
     engine = AsynchronousEngine(strategy, placement, seed=seed, step_timeout_s=step_timeout_s)
     engine.coordination.attendance = attendance
     dispatch.register(strategy, engine)

@@ -97,6 +97,12 @@ def adam(strategy: Any) -> dict:
 
 
 @case
+def loss_scale(strategy: Any) -> dict:
+    """The update is inside a tf.cond."""
+    return both(strategy, optimizer=lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
+
+
+@case
 def several_steps_per_execution(strategy: Any) -> dict:
     return both(strategy, steps_per_execution=4)
 
@@ -246,6 +252,20 @@ class OwnStep(keras.Model):
         return {"loss": self.tracker.result(), "two": tf.constant(2.0)}
 
 
+class CountsInside(OwnStep):
+    """Updates its metric in a tf.cond."""
+
+    def train_step(self, data: Any) -> dict:
+        loss = tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2)
+
+        def update() -> tf.Tensor:
+            self.tracker.update_state(loss)
+            return loss
+
+        tf.cond(loss > 0, update, lambda: loss)
+        return {"loss": self.tracker.result()}
+
+
 @case
 def a_train_step_of_its_own(strategy: Any) -> dict:
     """With a learning rate of 0, the loss of every epoch is that of the weights it began with, over all rows."""
@@ -382,12 +402,20 @@ def what_is_refused(strategy: Any) -> dict:
         with strategy.scope():
             model = model_of()
             model.compile(**{"optimizer": "sgd", "loss": "mse", **arguments})
-        try:
-            model.fit(X, Y, verbose=0)
-            told[name] = "nothing"
-        except tfdist.errors.UnsupportedError as error:
-            told[name] = str(error)
+        told[name] = refusal_of(model)
+    with strategy.scope():
+        model = CountsInside()
+        model.compile("sgd", jit_compile=False)
+    told["metric in tf.cond"] = refusal_of(model)
     return told
+
+
+def refusal_of(model: keras.Model) -> str:
+    try:
+        model.fit(X, Y, verbose=0)
+    except tfdist.errors.UnsupportedError as error:
+        return str(error)
+    return "nothing"
 
 
 @case
@@ -398,6 +426,48 @@ def converges_to_the_least_squares_solution(strategy: Any) -> dict:
         model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=False, steps_per_execution=8)
     model.fit(X, targets, batch_size=10, epochs=15, verbose=0)
     return {"kernel": model.get_weights()[0], "bias": model.get_weights()[1]}
+
+
+class TwoSlots(keras.optimizers.Optimizer):
+    """Adds one to a slot, computes for a while, adds one to another; the variable gets what they ever differed by."""
+
+    def build(self, variables: Any) -> None:
+        if not self.built:
+            super().build(variables)
+            self.first, self.second = self.add_optimizer_variables(variables, ["first", "second"])
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        index = self._get_variable_index(variable)
+        first, second = self.first[index], self.second[index]
+        self.assign_add(first, tf.ones_like(gradient))
+        with tf.control_dependencies([tf.convert_to_tensor(first)]):
+            product = tf.random.uniform([200, 200])
+        for _ in range(3):
+            product = product @ product / 200
+        self.assign_add(second, tf.ones_like(gradient) + 0 * tf.reduce_mean(product))
+        self.assign_add(variable, tf.abs(tf.convert_to_tensor(first) - tf.convert_to_tensor(second)))
+
+
+@case
+def slots_of_one_variable(strategy: Any) -> dict:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1, kernel_initializer="zeros")])
+        model.compile(TwoSlots(0.1), "mse", jit_compile=False)
+    model.fit(X, Y, batch_size=2, epochs=2, verbose=0)
+
+    @tf.function
+    def update() -> None:
+        model.optimizer.apply([tf.ones(variable.shape) for variable in model.trainable_variables])
+
+    operations = update.get_concrete_function().graph.get_operations()
+    releases = [operation for operation in operations if operation.type == "ConsumeMutexLock"]
+    waits = [other for release in releases for other in release.control_inputs if other in releases]
+    return {
+        "apart": model.get_weights()[0],
+        "first": model.optimizer.first[0].numpy(),
+        "locks": len(releases),
+        "waits": len(waits),
+    }
 
 
 @case

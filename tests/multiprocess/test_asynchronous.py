@@ -15,7 +15,7 @@ from tfdist.testing import compare
 TASK = Path(__file__).with_name("asynchronous_task.py")
 DEADLINE_S = 300
 ROWS, TOTAL = 200, 199 * 200 / 2
-SAME_AS_PLAIN = ["adam", "several_steps_per_execution", "schedule_clipping_and_average"]
+SAME_AS_PLAIN = ["adam", "loss_scale", "several_steps_per_execution", "schedule_clipping_and_average"]
 BOTH = [1, 2]
 _finished: dict[int, tuple[Path, str]] = {}
 
@@ -174,6 +174,18 @@ def test_python_that_would_run_on_the_coordinator_is_said_once(workers, result):
     assert not len(found["plain"])
 
 
+@pytest.mark.parametrize("workers", BOTH)
+def test_no_worker_sees_the_slots_of_a_variable_in_the_middle_of_anothers_update(workers, result):
+    found = result("slots_of_one_variable", workers)
+    assert not found["apart"].any()
+    assert (found["first"] == 2 * ROWS / 2).all()
+
+
+def test_no_lock_waits_for_another(result):
+    found = result("slots_of_one_variable", 1)
+    assert (found["locks"], found["waits"]) == (2, 0)
+
+
 def test_no_parameter_server_holds_more_than_the_largest_variable_demands(result):
     found = result("where_variables_are", 1)
     total = found["ps 0"] + found["ps 1"]
@@ -186,6 +198,7 @@ def test_no_parameter_server_holds_more_than_the_largest_variable_demands(result
         ("jit_compile", "use jit_compile='auto' or False"),
         ("run_eagerly", "debug without --ps"),
         ("accumulation", "use a larger batch_size"),
+        ("metric in tf.cond", "update the metric outside"),
     ],
 )
 def test_what_can_not_work_is_refused_with_the_way_out(what, words, result):

@@ -6,6 +6,7 @@ Read in TensorFlow 2.21.0; the oldest release this is tested with is 2.19.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -105,6 +106,72 @@ def place(strategy: Any, choose: Callable[[Sequence[int], int], int]) -> None:
         return variable
 
     extended._create_variable_round_robin = create
+
+
+# On each server. A lock has a thread there; variables share one only where there are more of them.
+LOCKS = 1024
+
+
+def let_updates_exclude_each_other(strategy: Any) -> None:
+    """Lets one worker at a time update a variable and its slots, which are all on one parameter server.
+
+    TensorFlow runs an optimizer's update on the variable's server, for several workers at once
+    (parameter_server_strategy.py, `_update`); Keras' optimizers assign slot after slot there, and read them again.
+    Adam divides one slot by the root of another: the first as another worker has just left it and the second as it was
+    before make a step that is far too long.
+
+    tf.CriticalSection would do it, and doubles the time of a small step: its locks wait for each other, and for
+    messages from the worker.
+    """
+    extended = strategy.extended
+    update = extended._update
+    numbers = itertools.count()
+
+    @functools.cache
+    def number_of(variable: str) -> int:
+        return next(numbers) % LOCKS
+
+    @functools.cache
+    def mutex(device: str, number: int) -> tf.Tensor:
+        with tf.init_scope(), ops.colocate_with(None, ignore_existing=True), tf.device(device):
+            return tf.raw_ops.MutexV2(shared_name=f"tfdist_updates_{number}")
+
+    def update_alone(variable: Any, fn: Callable[..., Any], args: Any, kwargs: Any, group: bool) -> Any:
+        # From Python, the chief's own assignments: no worker computes then.
+        if tf.executing_eagerly():
+            return update(variable, fn, args, kwargs, group)
+        mine = mutex(variable.device, number_of(variable._unique_id))
+
+        def locked(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tf.nest.map_structure(_here, (args, kwargs))
+            tensors = [
+                value for value in tf.nest.flatten((args, kwargs), expand_composites=True) if tf.is_tensor(value)
+            ]
+            # What happens under the lock waits for nobody else: the gradients are here before.
+            with tf.control_dependencies(tensors):
+                lock = tf.raw_ops.MutexLock(mutex=mine)
+            graph = tf.compat.v1.get_default_graph()
+            before = len(graph.get_operations())
+            with tf.control_dependencies([lock]):
+                result = fn(*args, **kwargs)
+            with tf.control_dependencies([lock, *graph.get_operations()[before:]]):
+                release = tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
+            # Or TensorFlow lets each operation that has an effect and no resource wait for the one before it
+            # (auto_control_deps.py, `last_write_to_resource[None]`): one lock would wait for another, for ever.
+            if graph.experimental_acd_manager is not None:
+                graph.experimental_acd_manager.run_independently(release)
+            return result
+
+        return update(variable, locked, args, kwargs, group)
+
+    extended._update = update_alone
+
+
+def _here(value: Any) -> Any:
+    """Brings a tensor to the device where operations are being made; anything else stays what it is."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(*map(tf.identity, (value.values, value.indices)), value.dense_shape)
+    return tf.identity(value) if isinstance(value, tf.Tensor) else value
 
 
 def _shape_and_dtype(kwargs: dict[str, Any]) -> tuple[Sequence[int], tf.DType]:

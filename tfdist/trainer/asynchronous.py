@@ -403,6 +403,39 @@ class MetricStates:
             internals.assign_native(variable, state)
 
 
+class WorkersScope(CaptureScope):
+    """Where one worker counts metrics and steps for itself while others do the same.
+
+    Args:
+        states: The metrics' variables and what they are now.
+        counters: The optimizers' `iterations`: what a step adds to them is added to the variable in one assignment.
+    """
+
+    def __init__(self, states: Sequence[tuple[Any, tf.Tensor]], counters: Sequence[Any]) -> None:
+        self._counters = [(counter, tf.identity(internals.native(counter))) for counter in counters]
+        super().__init__([*states, *self._counters])
+
+    def add_update(self, update: tuple[Any, Any]) -> None:
+        variable, value = update
+        if id(variable) not in self._captured or not self._is_inside():
+            super().add_update(update)
+            return
+        for counter, before in self._counters:
+            if counter is variable:
+                internals.native(counter).assign_add(tf.cast(value, counter.dtype) - before)
+                return
+        raise UnsupportedError(
+            f"the step updates {variable.path}, the state of a metric, inside a tf.cond, a tf.while_loop or a "
+            "tf.function of its own, which can't be counted through parameter servers; update the metric outside, "
+            "with sample_weight=0 where a row shall not count"
+        )
+
+    def count(self) -> None:
+        """Adds what the step added to the counters outside any tf.cond."""
+        for counter, before in self._counters:
+            internals.native(counter).assign_add(self.get_current_value(counter) - before)
+
+
 class StepsOnWorker:
     """A Keras step, run on one or several batches, as functions that a worker runs.
 
@@ -505,14 +538,10 @@ class StepsOnWorker:
 
     def _one(self, batch: Any, states: Sequence[tf.Tensor]) -> tuple[dict[str, Any], list[tf.Tensor]]:
         counters = internals.iterations_of(self._model) if self.kind == "train" else []
-        before = [tf.identity(internals.native(counter)) for counter in counters]
-        captured = [*zip(self.states.variables, states, strict=True), *zip(counters, before, strict=True)]
-        with CaptureScope(captured) as scope:
+        with WorkersScope(list(zip(self.states.variables, states, strict=True)), counters) as scope:
             logs = self._step(without_optionals(batch))
             states = [tf.convert_to_tensor(scope.get_current_value(v)) for v in self.states.variables]
-            grown = [scope.get_current_value(c) - old for c, old in zip(counters, before, strict=True)]
-        for counter, more in zip(counters, grown, strict=True):
-            internals.native(counter).assign_add(more)
+        scope.count()
         return logs or {}, states
 
     def unpack(

@@ -83,11 +83,14 @@ class CaptureScope(keras.StatelessScope):
         native = internals.native(variable)
         return local_component(native) if id(variable) in self.let_go else native
 
+    def _is_inside(self) -> bool:
+        """Whether a tf.cond, a tf.while_loop or another tf.function is being traced, whose tensors don't leave it."""
+        return self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph
+
     def add_update(self, update: tuple[Any, Any]) -> None:
         variable, value = update
         key = id(variable)
-        is_inside = self._graph is not None and tf.compat.v1.get_default_graph() is not self._graph
-        if key in self._captured and is_inside and key not in self.let_go:
+        if key in self._captured and self._is_inside() and key not in self.let_go:
             if self.state_mapping[key] is not self._captured[key]:
                 raise UnsupportedError(
                     f"the step updates {variable.path} before and inside a tf.cond or tf.while_loop; update it in one "
