@@ -21,10 +21,10 @@ PRELUDE = """
 import os, signal, subprocess, sys, time
 import numpy as np
 from tfdist.cluster import Task
-from tfdist.collectives import exchange, meet, meeting
+from tfdist.collectives import meet, meeting, waiting
 from tfdist.errors import GroupError
 
-exchange.FIRST_WORD_S = meeting.FIRST_WORD_S = 0.2  # what a task waits for is on its stderr
+waiting.FIRST_WORD_S = meeting.FIRST_WORD_S = 0.2  # what a task waits for is on its stderr
 
 def say(*words):
     print(*words, flush=True)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives import group as group_module
+from tfdist.collectives import tcp
 from tfdist.collectives.reduction import reduce_into
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "longdouble"]
@@ -55,7 +55,7 @@ def in_task_order(values: list[np.ndarray], op: str) -> np.ndarray:
 )
 @pytest.mark.parametrize("one_round_bytes", [0, 1 << 30], ids=["in shares", "in one round"])
 def test_all_reduce_equals_numpy_bit_for_bit(together, monkeypatch, op, dtype, one_round_bytes):
-    monkeypatch.setattr(group_module, "ONE_ROUND_BYTES", one_round_bytes)
+    monkeypatch.setattr(tcp, "ONE_ROUND_BYTES", one_round_bytes)
     shapes = [(3, 7), (), (0,), (2, 0, 4), (1,), (1001,)]
     brought = [[numbers(dtype, shape, task) for shape in shapes] for task in range(len(together.groups))]
     results = together.values(lambda group: group.all_reduce(brought[group.index], op=op, tag="x"))
@@ -148,7 +148,7 @@ def test_what_has_no_exact_meaning_is_refused_and_leaves_the_group_whole(togethe
 
 def test_an_unknown_op_is_refused(together):
     refused = together.run(lambda group: group.all_reduce([1.0], op="product", tag="x"))
-    assert all("op must be one of sum, mean, max, min, not 'product'" in str(error) for error in refused)
+    assert all("op must be one of sum, mean, max, min, weighted_sum, not 'product'" in str(error) for error in refused)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "float8_e4m3fn"])
