@@ -23,7 +23,9 @@ from tfdist.cluster import Task
 from tfdist.collectives import payload
 from tfdist.collectives.calls import Call
 from tfdist.collectives.exchange import Exchange, Link
+from tfdist.collectives.hierarchy import Hierarchy
 from tfdist.collectives.layout import EMPTY, Layout
+from tfdist.collectives.memory import Memory
 from tfdist.collectives.monitor import (
     BROKEN,
     LEFT,
@@ -37,6 +39,7 @@ from tfdist.collectives.monitor import (
 )
 from tfdist.collectives.reduction import Array, Op, as_numbers
 from tfdist.collectives.results import Bytes, Results
+from tfdist.collectives.sharing import Shared
 from tfdist.collectives.sums import Sums
 from tfdist.collectives.tcp import TCP
 from tfdist.collectives.transport import Opening, Transport
@@ -205,6 +208,21 @@ class Group:
 
     # Life
 
+    def share(self, shared: Shared) -> None:
+        """Lets later calls go through the memory that tasks share; every task does it after the same call."""
+        if self._monitor is None or len(shared.groups) == self.size:
+            return
+        memory = None if shared.mine is None else Memory(shared.mine, shared.neighbours, self._watch)
+        firsts = {group[0] for group in shared.groups}
+        if memory is not None and len(firsts) == 1:
+            self._transport = memory
+            return
+        tcp = None
+        if self.index in firsts:
+            links = [link for link in self._links if link.index in firsts]
+            tcp = TCP(Exchange(links, self._watch), self.index)
+        self._transport = Hierarchy(self.index, self.size, memory, tcp)
+
     def progress(self, step: int) -> None:
         """Notes the step this task is at, for messages here and on the peers."""
         self._step = step
@@ -311,6 +329,7 @@ class Group:
             self._closed = True
             if self._monitor is not None:
                 self._monitor.stop()
+                self._transport.close()
             for link in self._links:
                 link.sock.close()
         finally:
@@ -358,7 +377,7 @@ class Group:
         call, doing = self._call, "before its first call"
         if call is not None:
             doing = f"{'in' if self._in_call else 'after'} {call}"
-        return {"step": self._step, "doing": doing}
+        return {"step": self._step, "doing": doing, "calls": self._number}
 
     def _where(self) -> str:
         return f"{self._call}{'' if self._step is None else f' at step {self._step}'}"
@@ -398,6 +417,13 @@ class Group:
         for index in pending:
             if self._monitor.of(index) is not None:
                 return self._lost(index)
+        # A peer may itself wait for another that has not come.
+        behind = [
+            i
+            for i in range(self.size)
+            if i != self.index and self._monitor.said(i).get("calls", self._number) < self._number
+        ]
+        pending = [i for i in pending if i in behind] or behind or pending
         accounts = []
         for index in pending:
             said = self._monitor.said(index)
@@ -426,7 +452,8 @@ class Group:
         """Remembers the error that ends the group, and tells the peers what is to blame."""
         assert self._monitor is not None
         if isinstance(error, GroupError):
-            self._error = error
+            # Its traceback would keep what the call used, such as shared memory.
+            self._error = _copy(error)
             account = self._account or {"error": type(error).__name__, "why": str(error), "blame": self.index}
         else:
             what = f"{self.task} was stopped in {self._where()} by {type(error).__name__}: {error}"
@@ -440,9 +467,7 @@ class Group:
         if self._is_forked:
             raise GroupError(f"{call}: this process was forked from {self.task}; only {self.task} itself can call")
         if self._error is not None:
-            if isinstance(self._error, (PeerLostError, WaitError)):
-                raise type(self._error)(str(self._error), task=self._error.task)
-            raise type(self._error)(str(self._error))
+            raise _copy(self._error)
         if self._leaving:
             raise GroupError(f"{call}: {self.task} has left the group; no call can follow")
         if self.has_come_back:
@@ -452,6 +477,12 @@ class Group:
 def _shut_down(sock: socket.socket) -> None:
     with suppress(OSError):  # the peer is gone already
         sock.shutdown(socket.SHUT_WR)
+
+
+def _copy(error: GroupError) -> GroupError:
+    if isinstance(error, (PeerLostError, WaitError)):
+        return type(error)(str(error), task=error.task)
+    return type(error)(str(error))
 
 
 def _names(names: Sequence[str]) -> str:

@@ -132,9 +132,10 @@ class Terms:
     layout: Layout
     values: Sequence[Array]
     weight: float = 1.0
+    stream: Bytes | None = None  # where it is laid out already
 
     def copy(self, out: Bytes, low: int) -> None:
-        """Writes the bytes of the stream from `low` on."""
+        """Writes the bytes of the stream from `low` on, as many as `out` holds."""
         self.layout.copy(self.values, self.weight, out, low)
 
     def wide(self) -> Terms:

@@ -67,9 +67,7 @@ def check_op(op: str, dtype: np.dtype[Any]) -> None:
     if dtype.kind == "b" and op in ("sum", "mean"):
         raise TypeError(f"{op} of bool: use op='max' for any, op='min' for all, or cast to int64 to count")
     if op == "weighted_sum" and (dtype.kind in "iub" or (dtype.kind == "V" and "int" in dtype.name)):
-        raise TypeError(
-            f"weighted_sum of {dtype}: a share of an integer is no integer; use op='sum', or cast to float64"
-        )
+        raise TypeError(f"weighted_sum of {dtype}: weights are no integers, use op='sum' or cast to float64")
     if dtype.kind in "iu" and op == "mean":
         raise TypeError(f"mean of {dtype} is not an integer: use op='sum', or cast to float64")
     if dtype.kind == "V" and "int" in dtype.name:

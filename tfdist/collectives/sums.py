@@ -100,9 +100,7 @@ class Sums:
         except (struct.error, ValueError, OverflowError) as error:
             raise MismatchError(f"{name} sent rows that can not be read: {error}") from None
         if at != body.size:
-            raise MismatchError(
-                f"{name} sent rows that can not be read: {body.size:,} bytes where {at:,} were announced"
-            )
+            raise MismatchError(f"{name} sent rows that can not be read: {body.size:,} bytes, not {at:,}")
         return arrays
 
     def _layout(self) -> Layout:

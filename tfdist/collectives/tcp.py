@@ -99,6 +99,8 @@ class TCP:
 
     def _stream(self, terms: Terms) -> Bytes:
         """Returns this task's stream; where it is one array, without a copy."""
+        if terms.stream is not None:
+            return terms.stream
         if terms.layout.is_one_array:
             return terms.values[0].reshape(-1).view(np.uint8)
         stream = self._scratch.bytes("stream", self._index, terms.layout.nbytes)

@@ -1,4 +1,4 @@
-"""How long a call waits for its peers, and what it asks and says meanwhile; the same over sockets and through memory."""
+"""How long a call waits for its peers, what it asks and says meanwhile: over sockets and through memory alike."""
 
 from __future__ import annotations
 
