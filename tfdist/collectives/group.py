@@ -23,9 +23,8 @@ from tfdist.cluster import Task
 from tfdist.collectives import payload
 from tfdist.collectives.calls import Call
 from tfdist.collectives.exchange import Exchange, Link
-from tfdist.collectives.hierarchy import Hierarchy
+from tfdist.collectives.hierarchy import through
 from tfdist.collectives.layout import EMPTY, Layout
-from tfdist.collectives.memory import Memory
 from tfdist.collectives.monitor import (
     BROKEN,
     LEFT,
@@ -210,18 +209,8 @@ class Group:
 
     def share(self, shared: Shared) -> None:
         """Lets later calls go through the memory that tasks share; every task does it after the same call."""
-        if self._monitor is None or len(shared.groups) == self.size:
-            return
-        memory = None if shared.mine is None else Memory(shared.mine, shared.neighbours, self._watch)
-        firsts = {group[0] for group in shared.groups}
-        if memory is not None and len(firsts) == 1:
-            self._transport = memory
-            return
-        tcp = None
-        if self.index in firsts:
-            links = [link for link in self._links if link.index in firsts]
-            tcp = TCP(Exchange(links, self._watch), self.index)
-        self._transport = Hierarchy(self.index, self.size, memory, tcp)
+        if len(shared.groups) < self.size:
+            self._transport = through(shared, self.index, self._links, self._watch)
 
     def progress(self, step: int) -> None:
         """Notes the step this task is at, for messages here and on the peers."""
@@ -418,11 +407,8 @@ class Group:
             if self._monitor.of(index) is not None:
                 return self._lost(index)
         # A peer may itself wait for another that has not come.
-        behind = [
-            i
-            for i in range(self.size)
-            if i != self.index and self._monitor.said(i).get("calls", self._number) < self._number
-        ]
+        others = [i for i in range(self.size) if i != self.index]
+        behind = [i for i in others if self._monitor.said(i).get("calls", self._number) < self._number]
         pending = [i for i in pending if i in behind] or behind or pending
         accounts = []
         for index in pending:

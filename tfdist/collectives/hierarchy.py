@@ -12,11 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tfdist.collectives.exchange import Exchange, Link
 from tfdist.collectives.layout import EMPTY, Terms
 from tfdist.collectives.memory import Memory
 from tfdist.collectives.results import Bytes, Results
+from tfdist.collectives.sharing import Shared
 from tfdist.collectives.tcp import TCP
-from tfdist.collectives.transport import Opening
+from tfdist.collectives.transport import Opening, Transport
+from tfdist.collectives.waiting import Watch
 
 _PART = struct.Struct("!QQ")  # index of a task, length of its body
 _NOTHING: Bytes = np.empty(0, np.uint8)
@@ -69,6 +72,25 @@ class Hierarchy:
         message = next(iter(sent.values()))  # the first task has the lowest index
         total[:] = message[: total.size]
         return _unpack(message[total.size :])
+
+
+def through(shared: Shared, index: int, links: Sequence[Link], watch: Watch) -> Transport:
+    """Returns the way between tasks of which some share memory.
+
+    Args:
+        shared: Who shares with whom.
+        index: This task.
+        links: To all others.
+        watch: What to ask while waiting.
+    """
+    memory = None if shared.mine is None else Memory(shared.mine, shared.neighbours, watch)
+    firsts = {group[0] for group in shared.groups}
+    if memory is not None and len(firsts) == 1:
+        return memory
+    tcp = None
+    if index in firsts:
+        tcp = TCP(Exchange([link for link in links if link.index in firsts], watch), index)
+    return Hierarchy(index, len(links) + 1, memory, tcp)
 
 
 def _pack(bodies: dict[int, Bytes]) -> list[memoryview]:
