@@ -11,10 +11,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from tfdist.collectives import payload
 from tfdist.collectives.calls import Call
 from tfdist.collectives.exchange import Exchange, Link
 from tfdist.collectives.hierarchy import through
-from tfdist.collectives.layout import EMPTY, Layout
+from tfdist.collectives.layout import EMPTY, Layout, Terms
 from tfdist.collectives.monitor import (
     BROKEN,
     LEFT,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NOTHING: Bytes = np.empty(0, np.uint8)
+_T = TypeVar("_T")
 
 
 class Group:
@@ -170,19 +171,25 @@ class Group:
         value = as_numbers(array)
         if self.size == 1:
             return [value.copy()]
-        bodies = self._gather(Call("all_gather", tag, value.dtype.name), payload.pack_array(value))
-        results = [payload.unpack_array(other, value.dtype, self._names[i]) for i, other in bodies.items()]
-        results.insert(self.index, value.copy())
-        return results
+
+        def read(bodies: dict[int, Bytes]) -> list[Array]:
+            results = [payload.unpack_array(other, value.dtype, self._names[i]) for i, other in bodies.items()]
+            results.insert(self.index, value.copy())
+            return results
+
+        return self._gather(Call("all_gather", tag, value.dtype.name), payload.pack_array(value), read)
 
     def all_gather_bytes(self, data: bytes, *, tag: str) -> list[bytes]:
         """Returns the bytes of all tasks, in task order; lengths may differ."""
         if self.size == 1:
             return [bytes(data)]
-        bodies = self._gather(Call("all_gather_bytes", tag), [memoryview(data)])
-        results = [body.tobytes() for body in bodies.values()]
-        results.insert(self.index, bytes(data))
-        return results
+
+        def read(bodies: dict[int, Bytes]) -> list[bytes]:
+            results = [body.tobytes() for body in bodies.values()]
+            results.insert(self.index, bytes(data))
+            return results
+
+        return self._gather(Call("all_gather_bytes", tag), [memoryview(data)], read)
 
     def broadcast(self, arrays: Sequence[Any] | None, *, root: int = 0, tag: str) -> list[Array]:
         """Returns new arrays with the root's values; what the other tasks pass is ignored (None will do)."""
@@ -193,17 +200,21 @@ class Group:
             if arrays is None:
                 raise ValueError(f"{self.task} is the root of broadcast {tag!r} and must pass the arrays")
             values = [as_numbers(array) for array in arrays]
-        if self.size > 1:
-            call = Call("broadcast", tag, f"from {self.tasks[root]}")
-            bodies = self._gather(call, payload.pack_arrays(values) if root == self.index else [])
-            if root != self.index:
-                return payload.unpack_arrays(bodies[root], self._names[root])
-        return [value.copy() for value in values]
+
+        def read(bodies: dict[int, Bytes]) -> list[Array]:
+            if root == self.index:
+                return [value.copy() for value in values]
+            return payload.unpack_arrays(bodies[root], self._names[root])
+
+        if self.size == 1:
+            return read({})
+        body = payload.pack_arrays(values) if root == self.index else []
+        return self._gather(Call("broadcast", tag, f"from {self._names[root]}"), body, read)
 
     def barrier(self, tag: str) -> None:
         """Returns when every task has called it."""
         if self.size > 1:
-            self._gather(Call("barrier", tag), [])
+            self._gather(Call("barrier", tag), [], lambda bodies: [None])
 
     # Life
 
@@ -330,37 +341,43 @@ class Group:
 
     # One call
 
-    @contextmanager
-    def _calling(self, call: Call) -> Iterator[Opening]:
-        """The scope of one call: one at a time, and an error inside breaks the group."""
-        with self._lock:
-            self._raise_if_over(call)
-            assert self._monitor is not None
-            self._call, self._in_call, self._account = call, True, None
-            self._number += 1
-            try:
-                # Every call needs every task: even one that left in peace is missing now.
-                if (trouble := self._monitor.first()) is not None:
-                    raise self._error_of(trouble)
-                yield Opening(call, self._number, self.index, self._names)
-            except BaseException as error:
-                self._break(error)
-                raise
-            finally:
-                self._in_call = False
-
     def _sum(self, kind: str, sums: Sums, tag: str) -> tuple[list[Array], list[Array]]:
         if self.size == 1:
             return sums.alone()
         call, terms = sums.call(kind, tag, self._known_calls)
-        with self._calling(call) as opening:
+        with self._lock:
             out = self._results.bytes(terms.layout.nbytes)
-            bodies = self._transport.exchange(opening, terms, out, sums.body())
-            return terms.layout.split(out), sums.joined(bodies, self.index, self._names)
+            rows = self._exchange(call, terms, out, sums.body(), lambda b: sums.joined(b, self.index, self._names))
+            return terms.layout.split(out), rows
 
-    def _gather(self, call: Call, body: Sequence[memoryview]) -> dict[int, Bytes]:
-        with self._calling(call) as opening:
-            return self._transport.exchange(opening, EMPTY, _NOTHING, body)
+    def _gather(self, call: Call, body: Sequence[memoryview], read: Callable[[dict[int, Bytes]], list[_T]]) -> list[_T]:
+        with self._lock:
+            return self._exchange(call, EMPTY, _NOTHING, body, read)
+
+    def _exchange(
+        self,
+        call: Call,
+        terms: Terms,
+        out: Bytes,
+        body: Sequence[memoryview],
+        read: Callable[[dict[int, Bytes]], list[_T]],
+    ) -> list[_T]:
+        """Makes one call, and returns what `read` makes of the peers' bodies; an error breaks the group."""
+        self._raise_if_over(call)
+        assert self._monitor is not None
+        self._call, self._in_call, self._account = call, True, None
+        self._number += 1
+        try:
+            # Every call needs every task: even one that left in peace is missing now.
+            if (trouble := self._monitor.first()) is not None:
+                raise self._error_of(trouble)
+            opening = Opening(call, self._number, self.index, self._names)
+            return read(self._transport.exchange(opening, terms, out, body))
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            self._in_call = False
 
     def _status(self) -> dict[str, Any]:
         call, doing = self._call, "before its first call"

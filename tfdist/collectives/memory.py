@@ -18,11 +18,13 @@ import select
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
 
 from tfdist.collectives import segment
-from tfdist.collectives.layout import Terms, aligned
+from tfdist.collectives.layout import MAX_CUTS, Cut, Terms, aligned
+from tfdist.collectives.reduction import Array
 from tfdist.collectives.results import Bytes
 from tfdist.collectives.segment import PLACES, Segment
 from tfdist.collectives.transport import Opening
@@ -33,8 +35,9 @@ from tfdist.errors import MismatchError
 MAX_DIRECT = 3
 # Sums up to this size are not worth a second round.
 DIRECT_BYTES = 64 * 1024
-# A peer that comes later than this is slept for. As long as a wake-up takes: longer would cost others the processor.
-SPIN_S = 50e-6
+# A peer that comes later than this is slept for: a few times what a wake-up costs both sides.
+SPIN_S = 200e-6
+_NOTHING: Bytes = np.empty(0, np.uint8)
 
 
 class Neighbour:
@@ -44,6 +47,15 @@ class Neighbour:
         self.index, self.segment, self.wake_fd = index, its_segment, wake_fd
 
 
+@dataclass(frozen=True)
+class _Views:
+    """A cut of the stream in one place: where this task's arrays go, and every task's bytes to reduce."""
+
+    cut: Cut
+    places: list[Array]
+    parts: list[list[Array]]
+
+
 class Memory:
     """Calls between this task and its neighbours.
 
@@ -51,67 +63,71 @@ class Memory:
         mine: This task; its wake_fd becomes readable when a neighbour has published.
         neighbours: The others.
         watch: What to ask while waiting.
+
+    Attributes:
+        me, neighbours, members: The tasks, all of them in task order.
     """
 
     def __init__(self, mine: Neighbour, neighbours: Sequence[Neighbour], watch: Watch) -> None:
-        self._mine, self._neighbours, self._watch = mine, list(neighbours), watch
-        self._all = sorted([mine, *neighbours], key=lambda task: task.index)
+        self.me, self.neighbours, self._watch = mine, sorted(neighbours, key=_index), watch
+        self.members = sorted([mine, *neighbours], key=_index)
+        self._pieces = {task.index: task.segment.pieces for task in neighbours}
+        self._views: dict[tuple[Cut, int], _Views] = {}
         self._number = 0
-        self._spin_s = SPIN_S if _processors() > 1 else 0.0
+        self._spin_s = SPIN_S if len(self.members) <= (os.cpu_count() or 1) else 0.0
         self._poll = select.poll()
         self._poll.register(mine.wake_fd, select.POLLIN)
         self._poll.register(watch.wake_fd, select.POLLIN)
 
     def exchange(self, opening: Opening, terms: Terms, out: Bytes, body: Sequence[memoryview]) -> dict[int, Bytes]:
         call = _Call(self, opening, terms, out, body)
-        if len(self._all) > MAX_DIRECT and terms.layout.nbytes > DIRECT_BYTES:
+        if len(self.members) > MAX_DIRECT and terms.layout.nbytes > DIRECT_BYTES:
             return call.in_shares()
         return call.directly()
 
     def close(self) -> None:
-        for task in self._all:
+        for task in self.members:
             os.close(task.wake_fd)
-        self._all, self._neighbours = [], []
-        del self._mine  # with the segments
+        self._views, self._pieces = {}, {}
+        self.members, self.neighbours = [], []
+        del self.me  # with the segments
 
     # For _Call
 
-    @property
-    def members(self) -> list[Neighbour]:
-        return self._all
-
-    @property
-    def me(self) -> Neighbour:
-        return self._mine
-
-    @property
-    def place(self) -> int:
-        """The place of the piece that is written next, or was published last and is read now."""
+    def next_place(self) -> int:
+        """Returns the place of the next piece."""
+        self._number += 1
         return self._number % PLACES
 
-    def wait(self) -> Wait:
-        return Wait(self._watch)
-
-    def next_place(self) -> int:
-        self._number += 1
-        return self.place
-
-    def meet(self, wait: Wait) -> None:
-        """Publishes the piece in this place, and returns when all have published theirs."""
-        self._mine.segment.publish(self._number)
-        for task in self._neighbours:
+    def meet(self) -> None:
+        """Publishes this task's next piece, and returns when all have published theirs."""
+        self.me.segment.publish(self._number)
+        for task in self.neighbours:
             os.eventfd_write(task.wake_fd, 1)
-        self._await(wait)
+        if not self._spin():
+            self._sleep()
         segment.fence()
 
-    def _pending(self) -> list[int]:
-        return [task.index for task in self._neighbours if task.segment.published[0] < self._number]
+    def pieces(self, index: int, place: int) -> Bytes:
+        """Returns what a neighbour has in a place."""
+        return self._pieces[index][place]
 
-    def _await(self, wait: Wait) -> None:
-        if self._spin():
-            return
-        wait.moved()  # this task, for one
-        pending = self._pending()
+    def views(self, cut: Cut, place: int, size: int) -> _Views:
+        """Returns a cut's arrays in a place; making them anew for each call would cost more than a small sum."""
+        views = self._views.get((cut, place))
+        if views is None:
+            if len(self._views) >= MAX_CUTS:
+                self._views.clear()
+            places = cut.places(self.me.segment.pieces[place][:size])
+            parts = [cut.views(task.segment.pieces[place][:size]) for task in self.members]
+            views = self._views[cut, place] = _Views(cut, places, parts)
+        return views
+
+    def _pending(self) -> list[int]:
+        return [task.index for task in self.neighbours if task.segment.published[0] < self._number]
+
+    def _sleep(self) -> None:
+        wait, pending = Wait(self._watch), self._pending()
         while pending:
             events = self._poll.poll(wait.poll_ms)
             before, ends_soon = len(pending), False
@@ -132,11 +148,13 @@ class Memory:
 
     def _spin(self) -> bool:
         """Returns whether all others publish within some microseconds."""
-        until, number = time.perf_counter() + self._spin_s, self._number
-        for task in self._neighbours:
+        number, until, spin_s = self._number, 0.0, self._spin_s
+        for task in self.neighbours:
             published = task.segment.published
             while published[0] < number:
-                if time.perf_counter() > until:
+                now = time.perf_counter()
+                until = until or now + spin_s
+                if now > until:
                     return False
         return True
 
@@ -147,94 +165,98 @@ class _Call:
     def __init__(self, memory: Memory, opening: Opening, terms: Terms, out: Bytes, body: Sequence[memoryview]) -> None:
         self._memory, self._opening, self._terms, self._out = memory, opening, terms, out
         self._body = [np.frombuffer(view, np.uint8) for view in body if len(view)]
-        self._body_size = sum(view.size for view in self._body)
+        self._body_size = sum([view.size for view in self._body])
         self._body_at = aligned(terms.layout.nbytes)
         self._bodies: dict[int, Bytes] = {}
-        self._wait = memory.wait()
-        self._is_open = False
+        self._head: bytes | None = None
 
     def directly(self) -> dict[int, Bytes]:
         """Every task sums everything."""
         layout, at, end = self._terms.layout, 0, 1
         while at < end:
+            place = self._memory.next_place()
             size = min(max(0, layout.nbytes - at), segment.PIECE_BYTES)
-            parts = self._pass(at, size)
-            if size:
-                layout.reduce(self._out[at : at + size], parts, at)
+            views = self._memory.views(layout.cut(at, size), place, size)
+            views.cut.fill(views.places, self._terms.values, self._terms.weight)
+            self._pass(place, at)
+            views.cut.reduce(views.cut.views(self._out[at : at + size]), views.parts)
             at += segment.PIECE_BYTES
             end = self._end()
-        return dict(sorted(self._bodies.items()))
+        return self._all_bodies()
 
     def in_shares(self) -> dict[int, Bytes]:
         """Every task sums its share of each piece."""
-        layout, count = self._terms.layout, len(self._memory.members)
-        mine = self._memory.members.index(self._memory.me)
+        memory, layout, count = self._memory, self._terms.layout, len(self._memory.members)
+        mine = memory.members.index(memory.me)
         for at in range(0, layout.nbytes, segment.PIECE_BYTES):
             size = min(layout.nbytes - at, segment.PIECE_BYTES)
             bounds = [min(size, aligned(size * i // count)) for i in range(count)] + [size]
-            low, high = bounds[mine], bounds[mine + 1]
-            parts = self._pass(at, size, with_body=False)
-            place = self._memory.next_place()
-            share = self._memory.me.segment.pieces[place][: high - low]
-            layout.reduce(share, [part[low:high] for part in parts], at + low)
-            self._memory.meet(self._wait)
-            for task, first, last in zip(self._memory.members, bounds, bounds[1:], strict=False):
+            share = slice(bounds[mine], bounds[mine + 1])
+            place = memory.next_place()
+            self._terms.copy(memory.me.segment.pieces[place][:size], at)
+            self._pass(place, None)
+            parts = [task.segment.pieces[place][share] for task in memory.members]
+            place = memory.next_place()
+            layout.reduce(memory.me.segment.pieces[place][: share.stop - share.start], parts, at + share.start)
+            self._pass(place, None)
+            for task, first, last in zip(memory.members, bounds, bounds[1:], strict=False):
                 self._out[at + first : at + last] = task.segment.pieces[place][: last - first]
         for at in range(self._body_at, self._end(), segment.PIECE_BYTES):
-            self._pass(at, 0)
-        return dict(sorted(self._bodies.items()))
+            self._pass(memory.next_place(), at)
+        return self._all_bodies()
 
-    def _pass(self, at: int, size: int, *, with_body: bool = True) -> list[Bytes]:
-        """Passes the stream's piece that begins at `at`; returns its terms, `size` bytes of each task."""
-        place = self._memory.next_place()
-        mine = self._memory.me.segment.pieces[place]
-        is_first, self._is_open = not self._is_open, True
-        if is_first:
-            message = self._opening.message(self._body_size)
-            self._memory.me.segment.heads[place][: len(message)] = message
-        if size:
-            self._terms.copy(mine[:size], at)
-        if with_body and self._body_size:
-            self._copy_body(mine, at)
-        self._memory.meet(self._wait)
-        if is_first:
-            self._read_openings(place)
-        if with_body:
-            for task in self._memory.members:
-                self._read_body(task, place, at)
-        return [task.segment.pieces[place][:size] for task in self._memory.members]
+    def _pass(self, place: int, body_from: int | None) -> None:
+        """Publishes what is in this place, and waits for the others.
 
-    def _copy_body(self, piece: Bytes, at: int) -> None:
-        start = self._body_at - at  # of each view, from the piece's beginning
+        Args:
+            place: Which.
+            body_from: Which byte of the stream lies first in it, where the bodies' bytes that follow cross too.
+        """
+        is_first = self._head is None
+        mine = self._memory.me.segment
+        if is_first:
+            self._head = self._opening.message(self._body_size)
+            mine.heads[place][: len(self._head)] = self._head
+        if body_from is not None and self._body_size:
+            self._write_body(mine.pieces[place], self._body_at - body_from)
+        self._memory.meet()
+        if is_first:
+            self._read_heads(place)
+        if body_from is not None:
+            for index, body in self._bodies.items():
+                self._read_body(body, self._memory.pieces(index, place), self._body_at - body_from)
+
+    def _write_body(self, piece: Bytes, start: int) -> None:
         for view in self._body:
             first, last = max(0, start), min(piece.size, start + view.size)
             if first < last:
                 piece[first:last] = view[first - start : last - start]
             start += view.size
 
-    def _read_openings(self, place: int) -> None:
-        length = self._opening.length
-        mine = bytes(self._memory.me.segment.heads[place][:length])
-        for task in self._memory.members:
-            if task is self._memory.me:
-                continue
+    def _read_heads(self, place: int) -> None:
+        head = self._head
+        assert head is not None
+        for task in self._memory.neighbours:
             theirs = task.segment.heads[place]
-            size = self._body_size if theirs[:length] == mine else _read(self._opening, task.index, theirs)
-            self._bodies[task.index] = np.empty(size, np.uint8)
+            size = self._body_size if theirs[: len(head)] == head else _read(self._opening, task.index, theirs)
+            if size:
+                self._bodies[task.index] = np.empty(size, np.uint8)
 
-    def _read_body(self, task: Neighbour, place: int, at: int) -> None:
-        body = self._bodies.get(task.index)
-        if body is None or not body.size:
-            return
-        start = self._body_at - at
-        first, last = max(0, start), min(segment.PIECE_BYTES, start + body.size)
+    @staticmethod
+    def _read_body(body: Bytes, piece: Bytes, start: int) -> None:
+        first, last = max(0, start), min(piece.size, start + body.size)
         if first < last:
-            body[first - start : last - start] = task.segment.pieces[place][first:last]
+            body[first - start : last - start] = piece[first:last]
+
+    def _all_bodies(self) -> dict[int, Bytes]:
+        return {task.index: self._bodies.get(task.index, _NOTHING) for task in self._memory.neighbours}
 
     def _end(self) -> int:
         """Returns where the longest stream ends."""
-        longest = max([self._body_size, *(body.size for body in self._bodies.values())])
-        return self._body_at + longest if longest else self._terms.layout.nbytes
+        if not self._body_size and not self._bodies:
+            return self._terms.layout.nbytes
+        longest = max([self._body_size, *[body.size for body in self._bodies.values()]])
+        return self._body_at + longest
 
 
 def _read(opening: Opening, index: int, head: memoryview) -> int:
@@ -257,5 +279,5 @@ def _read(opening: Opening, index: int, head: memoryview) -> int:
         return size
 
 
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def _index(task: Neighbour) -> int:
+    return task.index

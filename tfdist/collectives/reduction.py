@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 Op = Literal["sum", "mean", "max", "min", "weighted_sum"]
+_PLAIN = frozenset("?bBhHiIlLqQefdgFDG")
 OPS = ("sum", "mean", "max", "min", "weighted_sum")
 
 
@@ -54,6 +55,8 @@ def as_numbers(value: object) -> Array:
         TypeError: It holds something else than numbers.
     """
     array = np.asarray(value)
+    if array.dtype.char in _PLAIN and array.dtype.isnative and array.flags.c_contiguous:
+        return array
     if not is_number(array.dtype):
         raise TypeError(f"tasks exchange arrays of numbers, not of dtype {array.dtype}")
     # ascontiguousarray would turn a scalar into one dimension.

@@ -1,6 +1,6 @@
 """Memory for results, used again as soon as nobody holds what was in it; fresh pages would cost more than the sum.
 
-It begins at a multiple of 64 bytes, where TensorFlow takes an array as it is instead of copying it
+From some size on it begins at a multiple of 64 bytes, where TensorFlow takes an array as it is instead of copying it
 (tensorflow/python/lib/core/py_func.cc, EIGEN_MAX_ALIGN_BYTES).
 """
 
@@ -15,8 +15,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 ALIGNMENT = 64
-# Below, new memory costs less than the search for old.
-MIN_POOLED = 64 * 1024
+# Below, new memory costs less than the search for old, and TensorFlow's copy next to nothing.
+MIN_POOLED = 16 * 1024
 MAX_BLOCKS = 16
 # Memory that was not wanted in so many requests is given back.
 MAX_AGE = 64
@@ -46,7 +46,7 @@ class Results:
     def bytes(self, size: int) -> Bytes:
         """Returns so many bytes of any content, which are the caller's as long as an array refers to them."""
         if size < MIN_POOLED:
-            return _aligned(np.empty(size + ALIGNMENT, np.uint8), size)
+            return np.empty(size, np.uint8)
         self._requests += 1
         capacity = _rounded_up(size) + ALIGNMENT
         for block in self._blocks:

@@ -33,12 +33,20 @@ class Sums:
 
     def __init__(self, arrays: Sequence[Any], op: Op | Sequence[Op], weight: float, rows: Sequence[Any]) -> None:
         self._values, self._weight = [as_numbers(array) for array in arrays], weight
+        if isinstance(op, str):
+            self._specs = tuple([(value.dtype, value.shape, op) for value in self._values])
+        elif len(op) == len(self._values):
+            self._specs = tuple([(v.dtype, v.shape, its_op) for v, its_op in zip(self._values, op, strict=True)])
+        else:
+            raise ValueError(f"{len(op)} ops for {len(self._values)} arrays")
+        self._rows: list[Array] = []
+        self._row_specs: tuple[tuple[Any, ...], ...] = ()
+        if rows:
+            self._set_rows(rows)
+
+    def _set_rows(self, rows: Sequence[Any]) -> None:
         self._rows = [as_numbers(array) for array in rows]
-        ops = (op,) * len(self._values) if isinstance(op, str) else tuple(op)
-        if len(ops) != len(self._values):
-            raise ValueError(f"{len(ops)} ops for {len(self._values)} arrays")
-        self._specs = tuple((v.dtype, v.shape, op) for v, op in zip(self._values, ops, strict=True))
-        self._row_specs = tuple((row.dtype, row.shape[1:]) for row in self._rows)
+        self._row_specs = tuple([(row.dtype, row.shape[1:]) for row in self._rows])
         if any(row.ndim == 0 for row in self._rows):
             raise ValueError("an array of no dimension has no rows")
 
