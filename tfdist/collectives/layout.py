@@ -10,7 +10,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -80,8 +80,8 @@ class Cut:
 
     def reduce(self, outs: Sequence[Array], parts: Sequence[Sequence[Array]]) -> None:
         """Reduces the views of each task into those of the result."""
-        for i, span in enumerate(self.spans):
-            reduce_into(outs[i], [part[i] for part in parts], span.op)
+        for span, out, *views in zip(self.spans, outs, *parts, strict=True):
+            reduce_into(out, views, span.op)
 
 
 class Layout:
@@ -179,8 +179,7 @@ class Layout:
         return arrays
 
 
-@dataclass(frozen=True)
-class Terms:
+class Terms(NamedTuple):
     """What this task brings to a reduction."""
 
     layout: Layout

@@ -164,8 +164,8 @@ class _Call:
 
     def __init__(self, memory: Memory, opening: Opening, terms: Terms, out: Bytes, body: Sequence[memoryview]) -> None:
         self._memory, self._opening, self._terms, self._out = memory, opening, terms, out
-        self._body = [np.frombuffer(view, np.uint8) for view in body if len(view)]
-        self._body_size = sum([view.size for view in self._body])
+        self._body = [np.frombuffer(view, np.uint8) for view in body if len(view)] if body else ()
+        self._body_size = sum([view.size for view in self._body]) if body else 0
         self._body_at = aligned(terms.layout.nbytes)
         self._bodies: dict[int, Bytes] = {}
         self._head: bytes | None = None
@@ -179,7 +179,8 @@ class _Call:
             views = self._memory.views(layout.cut(at, size), place, size)
             views.cut.fill(views.places, self._terms.values, self._terms.weight)
             self._pass(place, at)
-            views.cut.reduce(views.cut.views(self._out[at : at + size]), views.parts)
+            out = self._out if size == self._out.size else self._out[at : at + size]
+            views.cut.reduce(views.cut.views(out), views.parts)
             at += segment.PIECE_BYTES
             end = self._end()
         return self._all_bodies()

@@ -92,7 +92,7 @@ def reduce_into(out: Array, parts: Sequence[Array], op: str) -> None:
         return
     # inf - inf and overflow are the training's business, in every task alike; no warning from here.
     with np.errstate(all="ignore"):
-        if is_narrow(out.dtype):
+        if out.itemsize <= 2 and is_narrow(out.dtype):
             total = parts[0].astype(np.float32)
             for part in parts[1:]:
                 total += part.astype(np.float32)
@@ -100,9 +100,9 @@ def reduce_into(out: Array, parts: Sequence[Array], op: str) -> None:
                 total /= np.float32(len(parts))
             out[...] = total.astype(out.dtype)
             return
-        np.add(parts[0], parts[1], out=out)
+        np.add(parts[0], parts[1], out)
         for part in parts[2:]:
-            np.add(out, part, out=out)
+            np.add(out, part, out)
         if op == "mean":
             np.divide(out, out.dtype.type(len(parts)), out=out)
 

@@ -67,7 +67,9 @@ class TCP:
         share = {member: slice(bounds[i], bounds[i + 1]) for i, member in enumerate(self._members)}
         low, own = bounds[self._members.index(self._index)], share[self._index]
         length = own.stop - own.start
-        parts = {link.index: self._scratch.bytes("part", link.index, length) for link in self._links}
+        # What comes from a single peer is summed at once: a piece of memory that stays in the cache will do.
+        kept = length if len(self._links) > 1 else min(length, PIECE_BYTES)
+        parts = {link.index: self._scratch.bytes("part", link.index, kept) for link in self._links}
         parts[self._index] = stream[own]
         pieces = [slice(at, min(at + PIECE_BYTES, length)) for at in range(0, length, PIECE_BYTES)]
         missing = [len(self._links)] * len(pieces)
@@ -76,11 +78,13 @@ class TCP:
         def read(index: int) -> Reader:
             bodies[index] = np.empty(opening.body_size(index, (yield from opening.read(index)), length), np.uint8)
             for number, piece in enumerate(pieces):
-                yield parts[index][piece].data
+                part = parts[index][piece] if kept == length else parts[index][: piece.stop - piece.start]
+                yield part.data
                 missing[number] -= 1
                 if missing[number] == 0:
                     done = out[own][piece]
-                    terms.layout.reduce(done, [parts[member][piece] for member in self._members], low + piece.start)
+                    each = [part if m == index else parts[m][piece] for m in self._members]
+                    terms.layout.reduce(done, each, low + piece.start)
                     for other in self._links:
                         other.outbox.append(done.data)
             yield bodies[index].data
