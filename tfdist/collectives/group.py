@@ -64,6 +64,7 @@ class Group:
         index: Which of them this process is.
         task: Its name, `tasks[index]`.
         tasks: All of them, in the order of every result.
+        sharing: The tasks that share memory with each other, as indices; each task is in one of the groups.
         has_come_back: Whether the others had met before: then it takes part in no call, and knows only of the task that
             let it in.
         door: Where tasks of the job that start anew can be let in.
@@ -84,6 +85,7 @@ class Group:
     ) -> None:
         self.tasks, self.index, self.size = tuple(tasks), index, len(tasks)
         self.task = self.tasks[index]
+        self.sharing = [[i] for i in range(self.size)]
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._step: int | None = None
@@ -220,6 +222,7 @@ class Group:
 
     def share(self, shared: Shared) -> None:
         """Lets later calls go through the memory that tasks share; every task does it after the same call."""
+        self.sharing = shared.groups
         if len(shared.groups) < self.size:
             self._transport = through(shared, self.index, self._links, self._watch)
 

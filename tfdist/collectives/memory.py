@@ -239,7 +239,7 @@ class _Call:
         assert head is not None
         for task in self._memory.neighbours:
             theirs = task.segment.heads[place]
-            size = self._body_size if theirs[: len(head)] == head else _read(self._opening, task.index, theirs)
+            size = self._body_size if bytes(theirs[: len(head)]) == head else _read(self._opening, task.index, theirs)
             if size:
                 self._bodies[task.index] = np.empty(size, np.uint8)
 

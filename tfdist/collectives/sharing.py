@@ -153,8 +153,8 @@ class _Side:
             self._listener.bind(f"\0{name}")
             self._listener.listen(len(self._names) + 8)
             self._listener.setblocking(False)
-        except OSError as error:
-            logger.info("%s shares no memory: %s", self._names[self._index], error)
+        except (OSError, ValueError) as error:
+            logger.info("%s shares no memory: %s", self._names[self._index], str(error))
             return _Offer()
         return _Offer(host, name, self._proof, self.segment.nonce.hex())
 
@@ -201,8 +201,8 @@ class _Side:
                 neighbour = self._take(sock, offers, expected, missing)
                 if neighbour is None:
                     missing -= set() if expected is None else {expected}
+                    sock.close()  # whoever waits there needs to wait no longer
                     continue
-                missing.remove(neighbour.index)
                 self._stack.callback(os.close, neighbour.wake_fd)
                 if expected is not None or self._answer(sock, neighbour.index):
                     found[neighbour.index] = neighbour
@@ -246,13 +246,15 @@ class _Side:
                 raise ValueError(f"it says that it is number {index!r}")
             if not secrets.compare_digest(str(proof), offers[index].proof):
                 raise ValueError("it does not know what it should")
+            missing.remove(index)
+            expected = index
             its_segment = Segment(fds[0], is_mine=False)
             if its_segment.nonce.hex() != offers[index].nonce:
                 raise ValueError("its memory is not what it sees itself")
             return Neighbour(index, its_segment, os.dup(fds[1]))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             if expected is None:
-                logger.info("%s dropped a connection to its memory: %s", self._names[self._index], error)
+                logger.info("%s dropped a connection to its memory: %s", self._names[self._index], str(error))
             else:
                 self._say(expected, str(error))
             return None
