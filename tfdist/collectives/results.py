@@ -43,6 +43,10 @@ class Results:
         self._blocks: list[_Block] = []
         self._requests = 0
 
+    def __len__(self) -> int:
+        """Returns the number of blocks that are kept."""
+        return len(self._blocks)
+
     def bytes(self, size: int) -> Bytes:
         """Returns so many bytes of any content, which are the caller's as long as an array refers to them."""
         if size < MIN_POOLED:
@@ -52,6 +56,7 @@ class Results:
         for block in self._blocks:
             if block.owner.size == capacity and block.holders == _FREE:
                 block.used_at = self._requests
+                self._forget()
                 return _aligned(block.owner, size)
         self._blocks.append(_Block(np.empty(capacity, np.uint8), self._requests))
         memory = _aligned(self._blocks[-1].owner, size)
