@@ -214,7 +214,8 @@ def _create_parameter_server(
         tf.config.experimental.enable_op_determinism()
     if seed is not None:
         _set_seed(seed)
-    group = _meet(config, config.cluster.tasks, info, start_timeout_s, step_timeout_s)
+    # Tasks that start anew are let in at a door, and share no memory.
+    group = _meet(config, config.cluster.tasks, info, start_timeout_s, step_timeout_s, share_memory=False)
     _pass_proxies(config)
     if config.task != config.cluster.chief:
         parameter_server.serve(config, group)
@@ -321,7 +322,13 @@ def _check_first(kind: str | None) -> None:
 
 
 def _meet(
-    config: TFConfig, tasks: Sequence[Task], info: process.LaunchInfo, start_timeout_s: float, step_timeout_s: float
+    config: TFConfig,
+    tasks: Sequence[Task],
+    info: process.LaunchInfo,
+    start_timeout_s: float,
+    step_timeout_s: float,
+    *,
+    share_memory: bool = True,
 ) -> Group:
     def waiting(message: str) -> None:
         logger.warning("%s", message)
@@ -343,6 +350,7 @@ def _meet(
         heartbeat_timeout_s=info.heartbeat_timeout_s or HEARTBEAT_TIMEOUT_S,
         on_wait=waiting,
         fingerprint=versions,
+        share_memory=share_memory,
     )
 
 

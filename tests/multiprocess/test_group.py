@@ -3,126 +3,25 @@
 from __future__ import annotations
 
 import os
-import re
-import select
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
-
-DEADLINE_S = 30.0
-
-PRELUDE = """
-import os, signal, subprocess, sys, time
-import numpy as np
-from tfdist.cluster import Task
-from tfdist.collectives import exchange, meet, meeting
-from tfdist.errors import GroupError
-
-exchange.FIRST_WORD_S = meeting.FIRST_WORD_S = 0.2  # what a task waits for is on its stderr
-
-def say(*words):
-    print(*words, flush=True)
-
-def wait():
-    sys.stdin.readline()
-
-index, addresses, settings = int(sys.argv[1]), sys.argv[2].split(","), eval(sys.argv[3])
-tasks = [Task("worker", i) for i in range(len(addresses))]
-say("started")
-try:
-    group = meet(addresses, tasks, index, secret=b"secret", **{"start_timeout_s": 20, "step_timeout_s": 20, **settings})
-    say("met")
-    BODY
-except GroupError as error:
-    say(f"{type(error).__name__} for {getattr(error, 'task', None)} at {time.monotonic()}: {error}")
-    raise SystemExit(1)
-"""
-
-
-class Tasks:
-    """Processes that each run `body` with `group` in scope; stdin pokes them, stdout answers."""
-
-    def __init__(self, folder: Path, count: int, body: str, *, start: int | None = None, **settings: float) -> None:
-        script = folder / "task.py"
-        script.write_text(PRELUDE.replace("BODY", body.strip().replace("\n", "\n    ")))
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        addresses = ",".join(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
-        for sock in sockets:
-            sock.close()
-        self.output = [""] * count
-        self._arguments = [[sys.executable, str(script), str(i), addresses, repr(settings)] for i in range(count)]
-        self._all: list[subprocess.Popen[bytes]] = []
-        self.processes = [self._start(index) for index in range(count if start is None else start)]
-
-    def _start(self, index: int) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            self._arguments[index], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0
-        )
-        self._all.append(process)
-        return process
-
-    def start_anew(self, index: int) -> subprocess.Popen[bytes]:
-        """Starts another process of a task; returns the former one."""
-        former, self.processes[index] = self.processes[index], self._start(index)
-        self.output[index] = ""
-        return former
-
-    def expect(self, index: int, pattern: str, *, within_s: float = DEADLINE_S) -> re.Match[str]:
-        """Waits until the task's output holds the pattern."""
-        stdout = self.processes[index].stdout
-        assert stdout is not None
-        deadline = time.monotonic() + within_s
-        while not (match := re.search(pattern, self.output[index])):
-            readable, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
-            piece = os.read(stdout.fileno(), 65536).decode() if readable else ""
-            assert piece, f"task {index} did not say {pattern!r}:\n{self.all_output()}"
-            self.output[index] += piece
-        return match
-
-    def poke(self, index: int) -> None:
-        stdin = self.processes[index].stdin
-        assert stdin is not None
-        stdin.write(b"\n")
-
-    def signal(self, index: int, number: signal.Signals) -> float:
-        """Sends a signal; returns when, on the clock of the tasks' own times."""
-        self.processes[index].send_signal(number)
-        return time.monotonic()
-
-    def ends(self, index: int, *, within_s: float = DEADLINE_S) -> int:
-        try:
-            return self.processes[index].wait(within_s)
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"task {index} did not end:\n{self.all_output()}")
-
-    def all_output(self) -> str:
-        return "\n".join(f"task {i}:\n{text}" for i, text in enumerate(self.output))
-
-    def close(self) -> None:
-        for process in self._all:
-            process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+from group_tasks import DEADLINE_S, DEATH, Tasks, started
 
 
 @pytest.fixture
-def start(tmp_path) -> Iterator:
-    made = []
+def start(tmp_path) -> Iterator[Callable[..., Tasks]]:
+    with started(tmp_path) as start:
+        yield start
 
-    def start(count: int, body: str, **settings) -> Tasks:
-        made.append(Tasks(tmp_path, count, body, **settings))
-        return made[-1]
 
-    yield start
-    for tasks in made:
-        tasks.close()
+@pytest.fixture(params=[True, False], ids=["memory", "TCP"])
+def start_both_ways(start, request):
+    """Like `start`; the tasks share memory, then they do not."""
+    return partial(start, share_memory=request.param)
 
 
 REDUCE_FOR_EVER = """
@@ -148,12 +47,10 @@ wait()
 group.barrier("end")
 """
 
-DEATH = r"PeerLostError for worker 1 at ([\d.]+): worker 1 is gone: its connection closed without a goodbye"
-
 
 @pytest.mark.parametrize("body", [REDUCE_FOR_EVER, WAIT_FOR_EACH_OTHER], ids=["in mid-call", "while waited for"])
-def test_a_killed_task_is_named_by_all_survivors_within_two_seconds(start, body):
-    tasks = start(3, body)
+def test_a_killed_task_is_named_by_all_survivors_within_two_seconds(start_both_ways, body):
+    tasks = start_both_ways(3, body)
     for index in range(3):
         tasks.expect(index, "ready")
     killed_at = tasks.signal(1, signal.SIGKILL)
@@ -162,8 +59,8 @@ def test_a_killed_task_is_named_by_all_survivors_within_two_seconds(start, body)
         assert tasks.ends(survivor) == 1
 
 
-def test_a_task_killed_between_calls_is_named_at_the_next_call(start):
-    tasks = start(2, CALL_WHEN_POKED)
+def test_a_task_killed_between_calls_is_named_at_the_next_call(start_both_ways):
+    tasks = start_both_ways(2, CALL_WHEN_POKED)
     tasks.expect(0, "ready")
     tasks.signal(1, signal.SIGKILL)
     tasks.ends(1)
@@ -183,9 +80,10 @@ def test_the_first_cause_is_blamed_also_when_who_told_us_has_ended(start):
     tasks.expect(2, DEATH)
 
 
-def test_a_stopped_task_is_named_after_the_heartbeat_time_and_told_when_it_goes_on(start):
+def test_a_stopped_task_is_named_after_the_heartbeat_time_and_told_when_it_goes_on(start_both_ways):
     # Worker 0 has sent its part of 'end' before it gives up, so that worker 1 may get through, but no further.
-    tasks = start(2, WAIT_FOR_EACH_OTHER + "group.barrier('end')\ngroup.barrier('next')", heartbeat_timeout_s=1.0)
+    body = WAIT_FOR_EACH_OTHER + "group.barrier('end')\ngroup.barrier('next')"
+    tasks = start_both_ways(2, body, heartbeat_timeout_s=1.0)
     tasks.expect(1, "ready")
     tasks.expect(0, "ready")
     stopped_at = tasks.signal(1, signal.SIGSTOP)
@@ -196,8 +94,8 @@ def test_a_stopped_task_is_named_after_the_heartbeat_time_and_told_when_it_goes_
     tasks.expect(1, "worker 0 gave this task up: worker 1 has been silent")
 
 
-def test_a_task_stopped_for_less_than_the_heartbeat_time_is_waited_for(start):
-    tasks = start(2, CALL_WHEN_POKED + "say('done')", heartbeat_timeout_s=5.0)
+def test_a_task_stopped_for_less_than_the_heartbeat_time_is_waited_for(start_both_ways):
+    tasks = start_both_ways(2, CALL_WHEN_POKED + "say('done')", heartbeat_timeout_s=5.0)
     for index in range(2):
         tasks.expect(index, "ready")
     tasks.signal(1, signal.SIGSTOP)
@@ -270,15 +168,15 @@ say("whole")
     ],
     ids=["exception", "exit", "hard exit", "goodbye and hard exit", "goodbye"],
 )
-def test_a_task_that_ends_does_not_hang_and_is_named(start, ending, code, words):
-    tasks = start(2, f"if index == 1:\n{_indented(ending)}\nelse:\n    group.barrier('end')")
+def test_a_task_that_ends_does_not_hang_and_is_named(start_both_ways, ending, code, words):
+    tasks = start_both_ways(2, f"if index == 1:\n{_indented(ending)}\nelse:\n    group.barrier('end')")
     assert tasks.ends(1, within_s=10) == code
     tasks.expect(0, words)
     assert tasks.ends(0, within_s=10) == 1
 
 
-def test_control_c_ends_a_wait_and_the_others_are_told(start):
-    tasks = start(2, "if index == 1:\n    wait()\ngroup.barrier('end')\ngroup.barrier('next')")
+def test_control_c_ends_a_wait_and_the_others_are_told(start_both_ways):
+    tasks = start_both_ways(2, "if index == 1:\n    wait()\ngroup.barrier('end')\ngroup.barrier('next')")
     tasks.expect(0, "worker 0 is waiting for worker 1 in barrier 'end'")
     tasks.signal(0, signal.SIGINT)
     tasks.expect(0, "KeyboardInterrupt")
@@ -302,7 +200,7 @@ def test_a_task_killed_in_the_meeting_is_named(start):
     tasks.expect(0, "MeetingError for None at .*: worker 1 came, and ended before all tasks were here", within_s=5)
 
 
-def test_ten_thousand_calls_leak_neither_memory_nor_descriptors(start):
+def test_ten_thousand_calls_leak_neither_memory_nor_descriptors(start_both_ways):
     body = """
 import resource
 array = np.ones(1000, np.float32)
@@ -317,7 +215,7 @@ assert (total == 2).all()
 say("grew by", *np.subtract(measure(), before))
 group.leave(0, wait_s=10)
 """
-    tasks = start(2, body)
+    tasks = start_both_ways(2, body)
     for index in range(2):
         grown = tasks.expect(index, r"grew by (-?\d+) (-?\d+)")
         assert int(grown[1]) == 0

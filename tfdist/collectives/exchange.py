@@ -7,16 +7,13 @@ reading in order to write.
 
 from __future__ import annotations
 
-import logging
-import os
 import select
 import socket
-import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-logger = logging.getLogger(__name__)
+from tfdist.collectives.waiting import Wait, Watch
 
 # Memory to fill with the peer's next bytes; ends when the peer has sent all.
 Reader = Generator[memoryview, None, None]
@@ -24,7 +21,6 @@ Reader = Generator[memoryview, None, None]
 _READ = select.POLLIN | select.POLLHUP | select.POLLERR
 _MAX_VIEWS = 16  # per sendmsg; the kernel allows 1,024
 _READS_PER_TURN = 4  # then the other links get their turn
-FIRST_WORD_S, NEXT_WORD_S = 30.0, 60.0
 
 
 @dataclass(eq=False)
@@ -58,98 +54,64 @@ class Exchange:
 
     Args:
         links: One per peer.
-        wake_fd: Readable when `check` should be asked at once.
-        check: Given the peers still waited for, raises if the call can not end; returns whether to expect that soon.
-        lost: Returns the error for a peer whose connection ended.
-        late: Returns the error for peers that did not come in time.
+        watch: What to ask while waiting.
     """
 
-    def __init__(
-        self,
-        links: Sequence[Link],
-        *,
-        wake_fd: int,
-        check: Callable[[Sequence[int]], bool],
-        lost: Callable[[int], Exception],
-        late: Callable[[Sequence[int]], Exception],
-    ) -> None:
-        self._links = links
+    def __init__(self, links: Sequence[Link], watch: Watch) -> None:
+        self.links = links
         self._by_fd = {link.fd: link for link in links}
-        self._check, self._lost, self._late = check, lost, late
-        self._wake_fd = wake_fd
+        self._watch = watch
         self._poll = select.poll()
-        self._poll.register(wake_fd, select.POLLIN)
+        self._poll.register(watch.wake_fd, select.POLLIN)
 
-    def run(
-        self,
-        messages: Mapping[int, Sequence[memoryview]],
-        readers: Mapping[int, Reader],
-        *,
-        timeout_s: float,
-        on_wait: Callable[[Sequence[str], float], None],
-    ) -> None:
+    def run(self, messages: Mapping[int, Sequence[memoryview]], readers: Mapping[int, Reader]) -> None:
         """Sends `messages` and runs `readers` to their ends, both by the peer's index.
 
         The time-out counts from the last byte that moved in either direction.
         """
         try:
-            for link in self._links:
+            for link in self.links:
                 link.outbox.extend(view for view in messages[link.index] if len(view))
                 link.reader = readers[link.index]
                 link.advance()
-            self._move(timeout_s, on_wait)
+            self._move()
         finally:
-            for link in self._links:
+            for link in self.links:
                 link.outbox.clear()
                 link.reader = link.wanted = None
-                self._watch(link, 0)
+                self._register(link, 0)
 
-    def _move(self, timeout_s: float, on_wait: Callable[[Sequence[str], float], None]) -> None:
-        started = moved = time.monotonic()
-        word_at, patience = started + FIRST_WORD_S, timeout_s
+    def _move(self) -> None:
+        wait = Wait(self._watch)
         while True:
             busy = False
-            for link in self._links:
+            for link in self.links:
                 if link.outbox:
                     self._flush(link)
                 events = (_READ if link.wanted is not None else 0) | (select.POLLOUT if link.outbox else 0)
                 busy = busy or bool(events)
                 if events != link.watched:
-                    self._watch(link, events)
+                    self._register(link, events)
             if not busy:
                 return
-            until = min(moved + patience, word_at)
-            events_by_fd = self._poll.poll(max(0.0, until - time.monotonic()) * 1000 + 1)
-            now = time.monotonic()
+            events_by_fd = self._poll.poll(wait.poll_ms)
             for fd, events in events_by_fd:
-                if fd == self._wake_fd:
-                    os.read(fd, 4096)
-                    if self._check(self._pending()):
-                        patience = min(patience, 2.0)
+                if fd == self._watch.wake_fd:
+                    wait.woken(self._pending())
                     continue
-                moved = now
+                wait.moved()
                 link = self._by_fd[fd]
                 if events & _READ and link.wanted is not None:
                     self._fill(link)
                 elif events & (select.POLLHUP | select.POLLERR):
-                    raise self._lost(link.index)
-            if events_by_fd:
-                continue
-            if now >= moved + patience:
-                self._check(())
-                raise self._late(self._pending())
-            if now >= word_at:
-                word_at = now + NEXT_WORD_S
-                on_wait([link.name for link in self._links if self._is_pending(link)], now - started)
-
-    @staticmethod
-    def _is_pending(link: Link) -> bool:
-        return link.wanted is not None or bool(link.outbox)
+                    raise self._watch.lost(link.index)
+            if not events_by_fd:
+                wait.look(self._pending())
 
     def _pending(self) -> list[int]:
-        return [link.index for link in self._links if self._is_pending(link)]
+        return [link.index for link in self.links if link.wanted is not None or link.outbox]
 
-    def _watch(self, link: Link, events: int) -> None:
+    def _register(self, link: Link, events: int) -> None:
         # A link that needs nothing is not polled at all: POLLHUP can't be masked and would spin.
         if events:
             self._poll.register(link.fd, events)
@@ -169,7 +131,7 @@ class Exchange:
                 # The peer is gone, but what it sent before may still be read; its end shows there.
                 outbox.clear()
                 if link.wanted is None:
-                    raise self._lost(link.index) from None
+                    raise self._watch.lost(link.index) from None
                 return
             for view in views:
                 if sent < len(view):
@@ -188,9 +150,9 @@ class Exchange:
             except BlockingIOError:
                 return
             except OSError:
-                raise self._lost(link.index) from None
+                raise self._watch.lost(link.index) from None
             if got == 0:
-                raise self._lost(link.index)
+                raise self._watch.lost(link.index)
             if got < len(wanted):
                 link.wanted = wanted[got:]
                 return

@@ -11,18 +11,20 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from tfdist import wire
 from tfdist.cluster import Task
-from tfdist.collectives import calls, payload
-from tfdist.collectives.calls import Call, Made
-from tfdist.collectives.exchange import Exchange, Link, Reader
+from tfdist.collectives import payload
+from tfdist.collectives.calls import Call
+from tfdist.collectives.exchange import Exchange, Link
+from tfdist.collectives.hierarchy import through
+from tfdist.collectives.layout import EMPTY, Layout, Terms
 from tfdist.collectives.monitor import (
     BROKEN,
     LEFT,
@@ -34,7 +36,13 @@ from tfdist.collectives.monitor import (
     Monitor,
     Trouble,
 )
-from tfdist.collectives.reduction import Array, Op, as_numbers, check_op
+from tfdist.collectives.reduction import Array, Op, as_numbers
+from tfdist.collectives.results import Bytes, Results
+from tfdist.collectives.sharing import Shared
+from tfdist.collectives.sums import Sums
+from tfdist.collectives.tcp import TCP
+from tfdist.collectives.transport import Opening, Transport
+from tfdist.collectives.waiting import Watch
 from tfdist.errors import GroupError, MismatchError, PeerLostError, WaitError
 
 if TYPE_CHECKING:
@@ -42,8 +50,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Up to this many bytes a task sends everything to every peer, in one round; more is summed in shares, in two rounds.
-ONE_ROUND_BYTES = 128 * 1024
+_NOTHING: Bytes = np.empty(0, np.uint8)
+_T = TypeVar("_T")
 
 
 class Group:
@@ -56,6 +64,7 @@ class Group:
         index: Which of them this process is.
         task: Its name, `tasks[index]`.
         tasks: All of them, in the order of every result.
+        sharing: The tasks that share memory with each other, as indices; each task is in one of the groups.
         has_come_back: Whether the others had met before: then it takes part in no call, and knows only of the task that
             let it in.
         door: Where tasks of the job that start anew can be let in.
@@ -76,27 +85,29 @@ class Group:
     ) -> None:
         self.tasks, self.index, self.size = tuple(tasks), index, len(tasks)
         self.task = self.tasks[index]
-        self._step_timeout_s = step_timeout_s
+        self.sharing = [[i] for i in range(self.size)]
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._step: int | None = None
         self._number = 0
         self._call: Call | None = None
         self._in_call = False
-        self._known_calls: dict[Any, Call] = {}
+        self._known_calls: dict[Any, tuple[Call, Layout]] = {}
         self._error: GroupError | None = None
         self._account: dict[str, Any] | None = None
         self._leaving = self._closed = False
-        self._scratch = payload.Scratch()
-        self._links = [Link(i, str(self.tasks[i]), sock) for i, sock in sorted(data.items())]
+        self._results = Results()
+        self._names = [str(task) for task in self.tasks]
+        self._links = [Link(i, self._names[i], sock) for i, sock in sorted(data.items())]
         self.has_come_back = self.size > 1 and not self._links
         self._monitor: Monitor | None = None
         if not control:
             return
         self._monitor = Monitor(control, me=index, timeout_s=heartbeat_timeout_s, beat_s=beat_s, status=self._status)
-        self._exchange = Exchange(
-            self._links, wake_fd=self._monitor.wake_fd, check=self._check, lost=self._lost, late=self._late
+        self._watch = Watch(
+            self._monitor.wake_fd, self._check, self._lost, self._late, self._say_waiting, timeout_s=step_timeout_s
         )
+        self._transport: Transport = TCP(Exchange(self._links, self._watch), index)
         self._monitor.start()
 
     def __enter__(self) -> Group:
@@ -114,57 +125,73 @@ class Group:
 
     # Collective calls
 
-    def all_reduce(self, arrays: Sequence[Any], *, op: Op = "sum", tag: str) -> list[Array]:
+    def all_reduce(
+        self, arrays: Sequence[Any], *, op: Op | Sequence[Op] = "sum", weight: float = 1.0, tag: str
+    ) -> list[Array]:
         """Returns new arrays: element by element the sum, mean, maximum or minimum over all tasks.
 
-        Every dtype is reduced in itself (16-bit floats in float32, rounded once), always in task order, so that the
-        results are the same bits on all tasks and in every run. All tasks must bring the same shapes and dtypes.
+        Every dtype is reduced in itself (16-bit floats in float32, rounded once), always in the same order, so that the
+        results are the same bits on all tasks and in every run: in task order, where all tasks share memory or none
+        does; else the tasks that share memory are added up first, in task order, and then these sums, in the order of
+        their first tasks. All tasks must bring the same shapes and dtypes.
+
+        Args:
+            arrays: This task's.
+            op: Of all arrays, or one for each: sum, mean, max, min, or weighted_sum, the sum of weight x array, where a
+                task whose weight is 0 adds 0, whatever its arrays hold.
+            weight: This task's.
+            tag: The caller's name for the call, the same on all tasks.
 
         Raises:
             TypeError: `op` has no exact meaning for a dtype (mean of integers, sum of bool, max of complex).
             PeerLostError, MismatchError, WaitError: The tasks can not go on together.
         """
-        values = [as_numbers(array) for array in arrays]
-        for value in values:
-            check_op(op, value.dtype)
-        if self.size == 1:
-            return [value.copy() for value in values]
-        key = ("all_reduce", tag, op, tuple((value.dtype, value.shape) for value in values))
-        call = self._known_calls.get(key)
-        if call is None:
-            size = sum(value.nbytes for value in values)
-            call = Call("all_reduce", tag, op, tuple(calls.array_text(value) for value in values), size)
-            if len(self._known_calls) >= 256:  # tags that name a step would grow it for ever
-                self._known_calls.clear()
-            self._known_calls[key] = call
-        with self._calling(call) as opening:
-            reduction = payload.Reduction(values, op, self.index, self.size, self._scratch)
-            if call.size * (self.size - 1) <= ONE_ROUND_BYTES:
-                return reduction.in_one_round(opening, self._run, self._links)
-            return reduction.in_shares(opening, self._run, self._links)
+        return self._sum("all_reduce", Sums(arrays, op, weight, ()), tag)[0]
+
+    def exchange(
+        self,
+        arrays: Sequence[Any],
+        *,
+        op: Op | Sequence[Op] = "sum",
+        weight: float = 1.0,
+        rows: Sequence[Any] = (),
+        tag: str,
+    ) -> tuple[list[Array], list[Array]]:
+        """Returns what `all_reduce` does, and the rows of all tasks, in task order, of further arrays; in one message.
+
+        Args:
+            arrays, op, weight, tag: As for `all_reduce`.
+            rows: Arrays whose first dimension may differ from task to task, but nothing else.
+
+        Raises:
+            As `all_reduce`.
+        """
+        return self._sum("exchange", Sums(arrays, op, weight, rows), tag)
 
     def all_gather(self, array: Any, *, tag: str) -> list[Array]:
         """Returns the arrays of all tasks, in task order. Shapes may differ, the dtype must not."""
         value = as_numbers(array)
         if self.size == 1:
             return [value.copy()]
-        call = Call("all_gather", tag, value.dtype.name)
-        with self._calling(call) as opening:
-            body = payload.pack_array(value)
-            bodies = self._gather(opening, body)
-            results = [payload.unpack_array(other, value.dtype, str(self.tasks[i])) for i, other in bodies.items()]
-        results.insert(self.index, value.copy())
-        return results
+
+        def read(bodies: dict[int, Bytes]) -> list[Array]:
+            results = [payload.unpack_array(other, value.dtype, self._names[i]) for i, other in bodies.items()]
+            results.insert(self.index, value.copy())
+            return results
+
+        return self._gather(Call("all_gather", tag, value.dtype.name), payload.pack_array(value), read)
 
     def all_gather_bytes(self, data: bytes, *, tag: str) -> list[bytes]:
         """Returns the bytes of all tasks, in task order; lengths may differ."""
         if self.size == 1:
             return [bytes(data)]
-        with self._calling(Call("all_gather_bytes", tag)) as opening:
-            bodies = self._gather(opening, [memoryview(data)])
-        results = [body.tobytes() for body in bodies.values()]
-        results.insert(self.index, bytes(data))
-        return results
+
+        def read(bodies: dict[int, Bytes]) -> list[bytes]:
+            results = [body.tobytes() for body in bodies.values()]
+            results.insert(self.index, bytes(data))
+            return results
+
+        return self._gather(Call("all_gather_bytes", tag), [memoryview(data)], read)
 
     def broadcast(self, arrays: Sequence[Any] | None, *, root: int = 0, tag: str) -> list[Array]:
         """Returns new arrays with the root's values; what the other tasks pass is ignored (None will do)."""
@@ -175,23 +202,29 @@ class Group:
             if arrays is None:
                 raise ValueError(f"{self.task} is the root of broadcast {tag!r} and must pass the arrays")
             values = [as_numbers(array) for array in arrays]
-            if self.size == 1:
+
+        def read(bodies: dict[int, Bytes]) -> list[Array]:
+            if root == self.index:
                 return [value.copy() for value in values]
-        with self._calling(Call("broadcast", tag, f"from {self.tasks[root]}")) as opening:
-            mine = payload.pack_arrays(values) if root == self.index else []
-            bodies = self._gather(opening, mine)
-            if root != self.index:
-                return payload.unpack_arrays(bodies[root], str(self.tasks[root]))
-        return [value.copy() for value in values]
+            return payload.unpack_arrays(bodies[root], self._names[root])
+
+        if self.size == 1:
+            return read({})
+        body = payload.pack_arrays(values) if root == self.index else []
+        return self._gather(Call("broadcast", tag, f"from {self._names[root]}"), body, read)
 
     def barrier(self, tag: str) -> None:
         """Returns when every task has called it."""
-        if self.size == 1:
-            return
-        with self._calling(Call("barrier", tag)) as opening:
-            self._gather(opening, [])
+        if self.size > 1:
+            self._gather(Call("barrier", tag), [], lambda bodies: [None])
 
     # Life
+
+    def share(self, shared: Shared) -> None:
+        """Lets later calls go through the memory that tasks share; every task does it after the same call."""
+        self.sharing = shared.groups
+        if len(shared.groups) < self.size:
+            self._transport = through(shared, self.index, self._links, self._watch)
 
     def progress(self, step: int) -> None:
         """Notes the step this task is at, for messages here and on the peers."""
@@ -204,7 +237,8 @@ class Group:
 
     def set_step_timeout(self, timeout_s: float) -> None:
         """Sets how long a call waits for a task that is alive."""
-        self._step_timeout_s = timeout_s
+        if self._monitor is not None:
+            self._watch.timeout_s = timeout_s
 
     def leave(self, code: int | None, reason: str = "", wait_s: float = 0.0) -> None:
         """Says goodbye: no call can follow. The first goodbye counts.
@@ -298,6 +332,7 @@ class Group:
             self._closed = True
             if self._monitor is not None:
                 self._monitor.stop()
+                self._transport.close()
             for link in self._links:
                 link.sock.close()
         finally:
@@ -309,55 +344,56 @@ class Group:
 
     # One call
 
-    @contextmanager
-    def _calling(self, call: Call) -> Iterator[_Opening]:
-        """The scope of one call: one at a time, and an error inside breaks the group."""
+    def _sum(self, kind: str, sums: Sums, tag: str) -> tuple[list[Array], list[Array]]:
+        if self.size == 1:
+            return sums.alone()
+        call, terms = sums.call(kind, tag, self._known_calls)
         with self._lock:
-            self._raise_if_over(call)
-            assert self._monitor is not None
-            self._call, self._in_call, self._account = call, True, None
-            self._number += 1
-            try:
-                # Every call needs every task: even one that left in peace is missing now.
-                if (trouble := self._monitor.first()) is not None:
-                    raise self._error_of(trouble)
-                yield _Opening(call, self._number, self.index, str(self.task))
-            except BaseException as error:
-                self._break(error)
-                raise
-            finally:
-                self._in_call = False
+            out = self._results.bytes(terms.layout.nbytes)
+            rows = self._exchange(call, terms, out, sums.body(), lambda b: sums.joined(b, self.index, self._names))
+            return terms.layout.split(out), rows
 
-    def _run(self, messages: Mapping[int, Sequence[memoryview]], readers: Mapping[int, Reader]) -> None:
-        self._exchange.run(messages, readers, timeout_s=self._step_timeout_s, on_wait=self._say_waiting)
+    def _gather(self, call: Call, body: Sequence[memoryview], read: Callable[[dict[int, Bytes]], list[_T]]) -> list[_T]:
+        with self._lock:
+            return self._exchange(call, EMPTY, _NOTHING, body, read)
 
-    def _gather(self, opening: _Opening, body: Sequence[memoryview]) -> dict[int, payload.Bytes]:
-        size = sum(len(view) for view in body)
-        bodies: dict[int, payload.Bytes] = {}
-
-        def read(link: Link) -> Reader:
-            length = yield from opening.read(link)
-            bodies[link.index] = np.empty(length, np.uint8)
-            yield bodies[link.index].data
-
-        first = opening.message(size)
-        self._run(
-            {link.index: [first, *body] for link in self._links}, {link.index: read(link) for link in self._links}
-        )
-        return dict(sorted(bodies.items()))
+    def _exchange(
+        self,
+        call: Call,
+        terms: Terms,
+        out: Bytes,
+        body: Sequence[memoryview],
+        read: Callable[[dict[int, Bytes]], list[_T]],
+    ) -> list[_T]:
+        """Makes one call, and returns what `read` makes of the peers' bodies; an error breaks the group."""
+        self._raise_if_over(call)
+        assert self._monitor is not None
+        self._call, self._in_call, self._account = call, True, None
+        self._number += 1
+        try:
+            # Every call needs every task: even one that left in peace is missing now.
+            if (trouble := self._monitor.first()) is not None:
+                raise self._error_of(trouble)
+            opening = Opening(call, self._number, self.index, self._names)
+            return read(self._transport.exchange(opening, terms, out, body))
+        except BaseException as error:
+            self._break(error)
+            raise
+        finally:
+            self._in_call = False
 
     def _status(self) -> dict[str, Any]:
         call, doing = self._call, "before its first call"
         if call is not None:
             doing = f"{'in' if self._in_call else 'after'} {call}"
-        return {"step": self._step, "doing": doing}
+        return {"step": self._step, "doing": doing, "calls": self._number}
 
     def _where(self) -> str:
         return f"{self._call}{'' if self._step is None else f' at step {self._step}'}"
 
-    def _say_waiting(self, names: Sequence[str], waited_s: float) -> None:
-        message = "%s is waiting for %s in %s (%.0f s of %.0f s)"
-        logger.warning(message, self.task, _names(names), self._where(), waited_s, self._step_timeout_s)
+    def _say_waiting(self, pending: Sequence[int], waited_s: float) -> None:
+        message, names = "%s is waiting for %s in %s (%.0f s of %.0f s)", [self._names[i] for i in pending]
+        logger.warning(message, self.task, _names(names), self._where(), waited_s, self._watch.timeout_s)
 
     # What goes wrong
 
@@ -390,12 +426,16 @@ class Group:
         for index in pending:
             if self._monitor.of(index) is not None:
                 return self._lost(index)
+        # A peer may itself wait for another that has not come.
+        others = [i for i in range(self.size) if i != self.index]
+        behind = [i for i in others if self._monitor.said(i).get("calls", self._number) < self._number]
+        pending = [i for i in pending if i in behind] or behind or pending
         accounts = []
         for index in pending:
             said = self._monitor.said(index)
             step = "" if said.get("step") is None else f" at step {said['step']},"
             accounts.append(f"{self.tasks[index]} (alive,{step} {said.get('doing', 'before its first call')})")
-        why = f"{_names(accounts)} did not come to {self._where()} within {self._step_timeout_s:g} s"
+        why = f"{_names(accounts)} did not come to {self._where()} within {self._watch.timeout_s:g} s"
         self._account = {"error": "WaitError", "why": f"{why}, {self.task} gave up", "blame": pending[0]}
         return WaitError(f"{why}, while {self.task} waited there", task=self.tasks[pending[0]])
 
@@ -418,7 +458,8 @@ class Group:
         """Remembers the error that ends the group, and tells the peers what is to blame."""
         assert self._monitor is not None
         if isinstance(error, GroupError):
-            self._error = error
+            # Its traceback would keep what the call used, such as shared memory.
+            self._error = _copy(error)
             account = self._account or {"error": type(error).__name__, "why": str(error), "blame": self.index}
         else:
             what = f"{self.task} was stopped in {self._where()} by {type(error).__name__}: {error}"
@@ -432,40 +473,22 @@ class Group:
         if self._is_forked:
             raise GroupError(f"{call}: this process was forked from {self.task}; only {self.task} itself can call")
         if self._error is not None:
-            if isinstance(self._error, (PeerLostError, WaitError)):
-                raise type(self._error)(str(self._error), task=self._error.task)
-            raise type(self._error)(str(self._error))
+            raise _copy(self._error)
         if self._leaving:
             raise GroupError(f"{call}: {self.task} has left the group; no call can follow")
         if self.has_come_back:
             raise GroupError(f"{call}: {self.task} came back after the others had met, and takes part in no call")
 
 
-class _Opening:
-    """The two ends of a message's first bytes."""
-
-    def __init__(self, call: Call, number: int, index: int, name: str) -> None:
-        self._call, self._number, self._index, self._name = call, number, index, name
-
-    def message(self, size: int) -> memoryview:
-        return memoryview(self._call.opening(self._number, size))
-
-    def read(self, link: Link) -> payload.OpeningReader:
-        """Reads and checks a peer's opening; returns the length of the payload that follows."""
-        head = bytearray(calls.OPENING.size)
-        yield memoryview(head)
-        length, size, number = calls.parse_opening(head, link.name)
-        description = bytearray(length)
-        yield memoryview(description)
-        if description != self._call.description or number != self._number:
-            mine = Made(self._index, self._name, self._number, self._call.description)
-            raise calls.mismatch(mine, Made(link.index, link.name, number, description))
-        return size
-
-
 def _shut_down(sock: socket.socket) -> None:
     with suppress(OSError):  # the peer is gone already
         sock.shutdown(socket.SHUT_WR)
+
+
+def _copy(error: GroupError) -> GroupError:
+    if isinstance(error, (PeerLostError, WaitError)):
+        return type(error)(str(error), task=error.task)
+    return type(error)(str(error))
 
 
 def _names(names: Sequence[str]) -> str:

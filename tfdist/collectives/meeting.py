@@ -21,7 +21,7 @@ from typing import Any
 
 from tfdist import wire
 from tfdist.cluster import Task
-from tfdist.collectives import reception
+from tfdist.collectives import reception, sharing
 from tfdist.collectives.door import NO, YES, Door, Verdict
 from tfdist.collectives.group import Group
 from tfdist.collectives.identity import CHANNELS, Channel, Identity
@@ -47,6 +47,7 @@ def meet(
     heartbeat_timeout_s: float = 30.0,
     on_wait: Callable[[str], None] | None = None,
     fingerprint: str = "",
+    share_memory: bool = True,
 ) -> Group:
     """Returns the connected group once all tasks have come; the port is free again by then.
 
@@ -62,6 +63,7 @@ def meet(
         heartbeat_timeout_s: Silence after which a task counts as lost.
         on_wait: Called with a sentence after 5 s of waiting and then every 10 s (default: a logged warning).
         fingerprint: What must be equal on all tasks, such as versions.
+        share_memory: Whether this task shares memory with those that really can; the others use TCP in any case.
 
     Raises:
         MeetingError: A task is missing at the end of the time, does not fit, or this task's port is taken; or the
@@ -75,7 +77,8 @@ def meet(
     if len(tasks) == 1:
         return Group(tasks, index, data=data, control=control, **group_settings)
     me = Identity(tuple(cluster_addresses), tuple(tasks), index, fingerprint, heartbeat_timeout_s)
-    meeting = _Meeting(me, secret, start_timeout_s, on_wait or (lambda message: logger.warning("%s", message)))
+    say = on_wait or (lambda message: logger.warning("%s", message))
+    meeting = _Meeting(me, secret, start_timeout_s, say, share_memory=share_memory)
     return meeting.run(group_settings)
 
 
@@ -83,8 +86,15 @@ class _Meeting:
     """One task's side of the meeting: threads shake hands, `run` collects the results."""
 
     def __init__(
-        self, me: Identity, secret: bytes | None, start_timeout_s: float, on_wait: Callable[[str], None]
+        self,
+        me: Identity,
+        secret: bytes | None,
+        start_timeout_s: float,
+        on_wait: Callable[[str], None],
+        *,
+        share_memory: bool,
     ) -> None:
+        self._share_memory = share_memory
         self._me, self._secret, self._on_wait = me, secret, on_wait
         self._timeout_s, self._started = start_timeout_s, time.monotonic()
         self._deadline = self._started + start_timeout_s
@@ -337,6 +347,14 @@ class _Meeting:
         )
         try:
             group.barrier("meeting")
+            names = [str(task) for task in group.tasks]
+            shared = sharing.find(
+                group.index,
+                names,
+                allowed=self._share_memory,
+                gather=lambda data, tag: group.all_gather_bytes(data, tag=tag),
+            )
+            group.share(shared)
         except GroupError as error:
             group.leave(None, str(error))
             group.close()

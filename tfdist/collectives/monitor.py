@@ -161,6 +161,8 @@ class Monitor:
 
     def first(self) -> Trouble | None:
         """Returns the first trouble of any kind; faults go before clean goodbyes."""
+        if not self._troubles:
+            return None
         with self._changed:
             troubles = list(self._troubles.values())
         return next((t for t in troubles if not t.clean), troubles[0] if troubles else None)

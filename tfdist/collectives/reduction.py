@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Op = Literal["sum", "mean", "max", "min"]
-OPS = ("sum", "mean", "max", "min")
+Op = Literal["sum", "mean", "max", "min", "weighted_sum"]
+_PLAIN = frozenset("?bBhHiIlLqQefdgFDG")
+OPS = ("sum", "mean", "max", "min", "weighted_sum")
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
@@ -54,6 +55,8 @@ def as_numbers(value: object) -> Array:
         TypeError: It holds something else than numbers.
     """
     array = np.asarray(value)
+    if array.dtype.char in _PLAIN and array.dtype.isnative and array.flags.c_contiguous:
+        return array
     if not is_number(array.dtype):
         raise TypeError(f"tasks exchange arrays of numbers, not of dtype {array.dtype}")
     # ascontiguousarray would turn a scalar into one dimension.
@@ -66,6 +69,8 @@ def check_op(op: str, dtype: np.dtype[Any]) -> None:
         raise ValueError(f"op must be one of {', '.join(OPS)}, not {op!r}")
     if dtype.kind == "b" and op in ("sum", "mean"):
         raise TypeError(f"{op} of bool: use op='max' for any, op='min' for all, or cast to int64 to count")
+    if op == "weighted_sum" and (dtype.kind in "iub" or (dtype.kind == "V" and "int" in dtype.name)):
+        raise TypeError(f"weighted_sum of {dtype}: weights are no integers, use op='sum' or cast to float64")
     if dtype.kind in "iu" and op == "mean":
         raise TypeError(f"mean of {dtype} is not an integer: use op='sum', or cast to float64")
     if dtype.kind == "V" and "int" in dtype.name:
@@ -87,7 +92,7 @@ def reduce_into(out: Array, parts: Sequence[Array], op: str) -> None:
         return
     # inf - inf and overflow are the training's business, in every task alike; no warning from here.
     with np.errstate(all="ignore"):
-        if _is_narrow(out.dtype):
+        if out.itemsize <= 2 and is_narrow(out.dtype):
             total = parts[0].astype(np.float32)
             for part in parts[1:]:
                 total += part.astype(np.float32)
@@ -95,12 +100,29 @@ def reduce_into(out: Array, parts: Sequence[Array], op: str) -> None:
                 total /= np.float32(len(parts))
             out[...] = total.astype(out.dtype)
             return
-        np.add(parts[0], parts[1], out=out)
+        np.add(parts[0], parts[1], out)
         for part in parts[2:]:
-            np.add(out, part, out=out)
+            np.add(out, part, out)
         if op == "mean":
             np.divide(out, out.dtype.type(len(parts)), out=out)
 
 
-def _is_narrow(dtype: np.dtype[Any]) -> bool:
+def weighted(term: Array, weight: float, out: Array) -> None:
+    """Writes weight x term into `out`, whose dtype may be wider; a weight of 0 makes it 0, whatever the term holds.
+
+    16 bits are weighed in float32 and rounded once: a third of 16 bits would be a weight of its own.
+    """
+    if weight == 0:
+        out[...] = 0
+        return
+    with np.errstate(all="ignore"):
+        if is_narrow(term.dtype):
+            product = (term.astype(np.float32) * np.float32(weight)).astype(term.dtype)
+            np.copyto(out, product, casting="unsafe")
+        else:
+            np.multiply(term, term.dtype.type(weight), out=out)
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Returns whether sums of this dtype are made in float32."""
     return dtype.itemsize <= 2 and dtype.kind not in "iub"

@@ -8,9 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 from tfdist.cluster import Task
-from tfdist.collectives import Group, meet
+from tfdist.collectives import Group, meet, sharing
 
 DEADLINE_S = 30.0
+
+# Stands for the kernel that a task's thread runs under.
+_host = threading.local()
+sharing.boot_id = lambda: getattr(_host, "name", "one")
 
 
 def free_addresses(count: int, host: str = "127.0.0.1") -> list[str]:
@@ -45,13 +49,28 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def meet_all(count: int, *, addresses: list[str] | None = None, **settings: Any) -> list[Any]:
-    """Returns the group of each task, or its error."""
+def meet_all(
+    count: int, *, addresses: list[str] | None = None, hosts: str = "", share_memory: Any = True, **settings: Any
+) -> list[Any]:
+    """Returns the group of each task, or its error.
+
+    Args:
+        count: Of tasks.
+        addresses: Theirs.
+        hosts: A letter for each, the same for those of one host; all are on one by default.
+        share_memory: For all tasks, or one for each.
+        settings: Of `meet`.
+    """
     addresses = addresses or free_addresses(count)
     defaults = {"secret": b"secret", "start_timeout_s": 10.0, "step_timeout_s": 10.0}
-    return in_threads(
-        [lambda i=i: meet(addresses, workers(count), i, **{**defaults, **settings}) for i in range(count)]
-    )
+    shares = [share_memory] * count if isinstance(share_memory, bool) else share_memory
+
+    def meet_one(index: int) -> Group:
+        _host.name = (hosts or "a" * count)[index]
+        tasks = workers(count)
+        return meet(addresses, tasks, index, share_memory=shares[index], **{**defaults, **settings})
+
+    return in_threads([lambda i=i: meet_one(i) for i in range(count)])
 
 
 class Together:
@@ -59,6 +78,8 @@ class Together:
 
     def __init__(self, count: int, **settings: Any) -> None:
         self.groups: list[Group] = meet_all(count, **settings)
+        hosts = settings.get("hosts") or "a" * count
+        self.by_host = [[i for i in range(count) if hosts[i] == host] for host in dict.fromkeys(hosts)]
         errors = [group for group in self.groups if isinstance(group, BaseException)]
         if errors:
             raise errors[0]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tfdist.cluster import Task
-from tfdist.collectives import exchange
+from tfdist.collectives import waiting
 from tfdist.errors import GroupError, PeerLostError, WaitError
 
 
@@ -148,8 +148,8 @@ def test_a_task_that_comes_too_late_is_told_that_it_was_given_up(make_together):
 
 
 def test_waiting_long_in_a_call_is_logged(make_together, monkeypatch, caplog):
-    monkeypatch.setattr(exchange, "FIRST_WORD_S", 0.05)
-    monkeypatch.setattr(exchange, "NEXT_WORD_S", 0.1)
+    monkeypatch.setattr(waiting, "FIRST_WORD_S", 0.05)
+    monkeypatch.setattr(waiting, "NEXT_WORD_S", 0.1)
     make_together(2, step_timeout_s=0.4).run(lambda group: None, wait_in_barrier)
     words = [record.message for record in caplog.records if "is waiting for" in record.message]
     assert 2 <= len(words) <= 4

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from tfdist.collectives import group as group_module
+from tfdist.collectives import memory, segment, tcp
 from tfdist.collectives.reduction import reduce_into
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "longdouble"]
@@ -27,20 +29,25 @@ def numbers(dtype: str, shape: tuple[int, ...], task: int) -> np.ndarray:
     return np.asarray(values).astype(kind)
 
 
-def in_task_order(values: list[np.ndarray], op: str) -> np.ndarray:
-    """The result as plain NumPy gives it, one task after the other."""
+def cut_up(monkeypatch: pytest.MonkeyPatch, in_shares: bool) -> None:
+    """Makes small arrays take the ways of large ones, or large ones those of small ones."""
+    monkeypatch.setattr(tcp, "ONE_ROUND_BYTES", 0 if in_shares else 1 << 30)
+    monkeypatch.setattr(tcp, "PIECE_BYTES", 512)
+    monkeypatch.setattr(memory, "MAX_DIRECT", 1 if in_shares else 99)
+    monkeypatch.setattr(memory, "DIRECT_BYTES", 0)
+    monkeypatch.setattr(segment, "PIECE_BYTES", 512)
+
+
+def in_stated_order(values: list[np.ndarray], op: str, by_host: list[list[int]]) -> np.ndarray:
+    """The result as plain NumPy gives it: on each host one task after the other, then one host after the other."""
     first = values[0]
     if op in ("max", "min"):
-        ufunc = np.maximum if op == "max" else np.minimum
-        total = first
-        for value in values[1:]:
-            total = ufunc(total, value)
-        return total
+        return functools.reduce(np.maximum if op == "max" else np.minimum, values)
     narrow = first.dtype.itemsize == 2 and first.dtype.kind not in "iu"
     with np.errstate(all="ignore"):
-        total = first.astype(np.float32) if narrow else first
-        for value in values[1:]:
-            total = total + value.astype(total.dtype)
+        terms = [value.astype(np.float32) if narrow else value for value in values]
+        hosts = [functools.reduce(np.add, [terms[i] for i in tasks]) for tasks in by_host]
+        total = functools.reduce(np.add, hosts)
         if op == "mean":
             total = total / total.dtype.type(len(values))
         return np.asarray(total).astype(first.dtype)
@@ -53,15 +60,15 @@ def in_task_order(values: list[np.ndarray], op: str) -> np.ndarray:
     + [(op, d) for op in ("sum", "max", "min") for d in INTS]
     + [(op, "bool") for op in ("max", "min")],
 )
-@pytest.mark.parametrize("one_round_bytes", [0, 1 << 30], ids=["in shares", "in one round"])
-def test_all_reduce_equals_numpy_bit_for_bit(together, monkeypatch, op, dtype, one_round_bytes):
-    monkeypatch.setattr(group_module, "ONE_ROUND_BYTES", one_round_bytes)
+@pytest.mark.parametrize("in_shares", [True, False], ids=["in shares", "in one round"])
+def test_all_reduce_equals_numpy_bit_for_bit(together, monkeypatch, op, dtype, in_shares):
+    cut_up(monkeypatch, in_shares)
     shapes = [(3, 7), (), (0,), (2, 0, 4), (1,), (1001,)]
     brought = [[numbers(dtype, shape, task) for shape in shapes] for task in range(len(together.groups))]
     results = together.values(lambda group: group.all_reduce(brought[group.index], op=op, tag="x"))
     for arrays in results:
         for i, array in enumerate(arrays):
-            expected = in_task_order([task[i] for task in brought], op)
+            expected = in_stated_order([task[i] for task in brought], op, together.by_host)
             np.testing.assert_array_equal(array, expected, strict=True)
             if dtype != "longdouble":  # whose padding may hold anything
                 assert array.tobytes() == expected.tobytes()
@@ -148,7 +155,7 @@ def test_what_has_no_exact_meaning_is_refused_and_leaves_the_group_whole(togethe
 
 def test_an_unknown_op_is_refused(together):
     refused = together.run(lambda group: group.all_reduce([1.0], op="product", tag="x"))
-    assert all("op must be one of sum, mean, max, min, not 'product'" in str(error) for error in refused)
+    assert all("op must be one of sum, mean, max, min, weighted_sum, not 'product'" in str(error) for error in refused)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool", "int64", "float8_e4m3fn"])
