@@ -104,7 +104,7 @@ class Exchange:
                 if events & _READ and link.wanted is not None:
                     self._fill(link)
                 elif events & (select.POLLHUP | select.POLLERR):
-                    raise self._watch.lost(link.index)
+                    raise self._watch.faults.lost(link.index)
             if not events_by_fd:
                 wait.look(self._pending())
 
@@ -131,7 +131,7 @@ class Exchange:
                 # The peer is gone, but what it sent before may still be read; its end shows there.
                 outbox.clear()
                 if link.wanted is None:
-                    raise self._watch.lost(link.index) from None
+                    raise self._watch.faults.lost(link.index) from None
                 return
             for view in views:
                 if sent < len(view):
@@ -150,9 +150,9 @@ class Exchange:
             except BlockingIOError:
                 return
             except OSError:
-                raise self._watch.lost(link.index) from None
+                raise self._watch.faults.lost(link.index) from None
             if got == 0:
-                raise self._watch.lost(link.index)
+                raise self._watch.faults.lost(link.index)
             if got < len(wanted):
                 link.wanted = wanted[got:]
                 return

@@ -23,19 +23,10 @@ from tfdist.cluster import Task
 from tfdist.collectives import payload
 from tfdist.collectives.calls import Call
 from tfdist.collectives.exchange import Exchange, Link
+from tfdist.collectives.faults import Faults, Now, copy_of, names_text
 from tfdist.collectives.hierarchy import through
 from tfdist.collectives.layout import EMPTY, Layout, Terms
-from tfdist.collectives.monitor import (
-    BROKEN,
-    LEFT,
-    MAX_BEAT_S,
-    MAX_TEXT,
-    SILENT,
-    Changes,
-    ControlLink,
-    Monitor,
-    Trouble,
-)
+from tfdist.collectives.monitor import MAX_BEAT_S, MAX_TEXT, Changes, ControlLink, Monitor
 from tfdist.collectives.reduction import Array, Op, as_numbers
 from tfdist.collectives.results import Bytes, Results
 from tfdist.collectives.sharing import Shared
@@ -43,7 +34,7 @@ from tfdist.collectives.sums import Sums
 from tfdist.collectives.tcp import TCP
 from tfdist.collectives.transport import Opening, Transport
 from tfdist.collectives.waiting import Watch
-from tfdist.errors import GroupError, MismatchError, PeerLostError, WaitError
+from tfdist.errors import GroupError, PeerLostError
 
 if TYPE_CHECKING:
     from tfdist.collectives.door import Door
@@ -88,14 +79,10 @@ class Group:
         self.sharing = [[i] for i in range(self.size)]
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        self._step: int | None = None
-        self._number = 0
-        self._call: Call | None = None
-        self._in_call = False
+        self._now = Now(step_timeout_s)
         self._known_calls: dict[Any, tuple[Call, Layout]] = {}
         self._error: GroupError | None = None
-        self._account: dict[str, Any] | None = None
-        self._leaving = self._closed = False
+        self._closed = False
         self._results = Results()
         self._names = [str(task) for task in self.tasks]
         self._links = [Link(i, self._names[i], sock) for i, sock in sorted(data.items())]
@@ -103,10 +90,11 @@ class Group:
         self._monitor: Monitor | None = None
         if not control:
             return
-        self._monitor = Monitor(control, me=index, timeout_s=heartbeat_timeout_s, beat_s=beat_s, status=self._status)
-        self._watch = Watch(
-            self._monitor.wake_fd, self._check, self._lost, self._late, self._say_waiting, timeout_s=step_timeout_s
+        self._monitor = Monitor(
+            control, me=index, timeout_s=heartbeat_timeout_s, beat_s=beat_s, status=self._now.status
         )
+        self._faults = Faults(self.tasks, index, self._now, self._monitor)
+        self._watch = Watch(self._monitor.wake_fd, self._faults, self._now)
         self._transport: Transport = TCP(Exchange(self._links, self._watch), index)
         self._monitor.start()
 
@@ -228,7 +216,7 @@ class Group:
 
     def progress(self, step: int) -> None:
         """Notes the step this task is at, for messages here and on the peers."""
-        self._step = step
+        self._now.step = step
 
     @property
     def connections(self) -> dict[int, str]:
@@ -237,8 +225,7 @@ class Group:
 
     def set_step_timeout(self, timeout_s: float) -> None:
         """Sets how long a call waits for a task that is alive."""
-        if self._monitor is not None:
-            self._watch.timeout_s = timeout_s
+        self._now.timeout_s = timeout_s
 
     def leave(self, code: int | None, reason: str = "", wait_s: float = 0.0) -> None:
         """Says goodbye: no call can follow. The first goodbye counts.
@@ -250,13 +237,13 @@ class Group:
         """
         monitor = self._monitor
         if monitor is None or self._closed or self._is_forked:
-            self._leaving = True
+            self._now.is_leaving = True
             return
-        if not self._leaving:
+        if not self._now.is_leaving:
             if self.door is not None:
                 self.door.close()
-            self._leaving = True
-            monitor.tell(wire.GOODBYE, {"code": code, "reason": reason[:MAX_TEXT], "step": self._step})
+            self._now.is_leaving = True
+            monitor.tell(wire.GOODBYE, {"code": code, "reason": reason[:MAX_TEXT], "step": self._now.step})
             for link in self._links:
                 # After what was sent before, the peers read the end of the stream: in order, and only if they wait.
                 _shut_down(link.sock)
@@ -269,7 +256,7 @@ class Group:
             left_s = wait_s - waited_s
             if waited_s >= 5 and not said_so:
                 said_so = True
-                names = _names([str(self.tasks[i]) for i in missing])
+                names = names_text([self._names[i] for i in missing])
                 logger.warning("%s is done, waiting for %s to end (at most %.0f s)", self.task, names, wait_s)
 
     def wait_until_left(self, index: int) -> str:
@@ -308,7 +295,7 @@ class Group:
             heartbeat_timeout_s: Silence after which the peer counts others as lost.
         """
         assert self._monitor is not None
-        if self._leaving:
+        if self._now.is_leaving:
             sock.close()
             return
         self._monitor.admit(ControlLink(index, str(self.tasks[index]), sock), beat_s=heartbeat_timeout_s / 10)
@@ -367,114 +354,31 @@ class Group:
     ) -> list[_T]:
         """Makes one call, and returns what `read` makes of the peers' bodies; an error breaks the group."""
         self._raise_if_over(call)
-        assert self._monitor is not None
-        self._call, self._in_call, self._account = call, True, None
-        self._number += 1
+        now = self._now
+        now.call, now.is_in_call, now.number = call, True, now.number + 1
         try:
-            # Every call needs every task: even one that left in peace is missing now.
-            if (trouble := self._monitor.first()) is not None:
-                raise self._error_of(trouble)
-            opening = Opening(call, self._number, self.index, self._names)
+            self._faults.begin()
+            opening = Opening(call, now.number, self.index, self._names)
             return read(self._transport.exchange(opening, terms, out, body))
         except BaseException as error:
             self._break(error)
             raise
         finally:
-            self._in_call = False
-
-    def _status(self) -> dict[str, Any]:
-        call, doing = self._call, "before its first call"
-        if call is not None:
-            doing = f"{'in' if self._in_call else 'after'} {call}"
-        return {"step": self._step, "doing": doing, "calls": self._number}
-
-    def _where(self) -> str:
-        return f"{self._call}{'' if self._step is None else f' at step {self._step}'}"
-
-    def _say_waiting(self, pending: Sequence[int], waited_s: float) -> None:
-        message, names = "%s is waiting for %s in %s (%.0f s of %.0f s)", [self._names[i] for i in pending]
-        logger.warning(message, self.task, _names(names), self._where(), waited_s, self._watch.timeout_s)
-
-    # What goes wrong
-
-    def _check(self, pending: Sequence[int]) -> bool:
-        """Raises if the call can not end; returns whether a peer owes us data that must come now or never."""
-        assert self._monitor is not None
-        if self._leaving:
-            raise GroupError(f"{self.task} has left the group; no call can follow")
-        trouble = self._monitor.fatal()
-        if trouble is None:
-            return any(self._monitor.of(index) for index in pending)
-        # A dead peer may have sent its part of this call before; the end of its data shows if not.
-        if trouble.kind in (BROKEN, SILENT) or trouble.source not in pending:
-            raise self._error_of(trouble)
-        return True
-
-    def _lost(self, index: int) -> GroupError:
-        assert self._monitor is not None
-        if self._leaving:
-            return GroupError(f"{self.task} has left the group; no call can follow")
-        if self._monitor.of(index, wait_s=1.0) is None:
-            name = str(self.tasks[index])
-            return self._error_of(Trouble(index, LEFT, f"{name} closed its data connection", index))
-        trouble = self._monitor.first()
-        assert trouble is not None
-        return self._error_of(trouble)
-
-    def _late(self, pending: Sequence[int]) -> GroupError:
-        assert self._monitor is not None
-        for index in pending:
-            if self._monitor.of(index) is not None:
-                return self._lost(index)
-        # A peer may itself wait for another that has not come.
-        others = [i for i in range(self.size) if i != self.index]
-        behind = [i for i in others if self._monitor.said(i).get("calls", self._number) < self._number]
-        pending = [i for i in pending if i in behind] or behind or pending
-        accounts = []
-        for index in pending:
-            said = self._monitor.said(index)
-            step = "" if said.get("step") is None else f" at step {said['step']},"
-            accounts.append(f"{self.tasks[index]} (alive,{step} {said.get('doing', 'before its first call')})")
-        why = f"{_names(accounts)} did not come to {self._where()} within {self._watch.timeout_s:g} s"
-        self._account = {"error": "WaitError", "why": f"{why}, {self.task} gave up", "blame": pending[0]}
-        return WaitError(f"{why}, while {self.task} waited there", task=self.tasks[pending[0]])
-
-    def _error_of(self, trouble: Trouble) -> GroupError:
-        told = f" (told by {trouble.told_by})" if trouble.told_by and trouble.blame != trouble.source else ""
-        self._account = {"error": trouble.error, "why": trouble.text, "blame": trouble.blame}
-        if trouble.error == "MismatchError":
-            return MismatchError(trouble.text)
-        blamed = self.tasks[trouble.blame] if 0 <= trouble.blame < self.size else self.tasks[trouble.source]
-        if trouble.error == "WaitError":
-            return WaitError(f"{trouble.text}{told}", task=blamed)
-        if trouble.blame == self.index:
-            return PeerLostError(
-                f"{trouble.told_by} gave this task up: {trouble.text}", task=self.tasks[trouble.source]
-            )
-        text = f"{trouble.text}{told}, while {self.task} waited for it in {self._where()}"
-        return PeerLostError(text, task=blamed)
+            now.is_in_call = False
 
     def _break(self, error: BaseException) -> None:
         """Remembers the error that ends the group, and tells the peers what is to blame."""
         assert self._monitor is not None
-        if isinstance(error, GroupError):
-            # Its traceback would keep what the call used, such as shared memory.
-            self._error = _copy(error)
-            account = self._account or {"error": type(error).__name__, "why": str(error), "blame": self.index}
-        else:
-            what = f"{self.task} was stopped in {self._where()} by {type(error).__name__}: {error}"
-            self._error = GroupError(f"{what}; the group can not go on")
-            account = {"error": "PeerLostError", "why": what, "blame": self.index}
-        if not self._leaving:
-            account["why"] = account["why"][:MAX_TEXT]
+        self._error, account = self._faults.account(error)
+        if not self._now.is_leaving:
             self._monitor.tell(wire.BROKEN, account)
 
     def _raise_if_over(self, call: Call) -> None:
         if self._is_forked:
             raise GroupError(f"{call}: this process was forked from {self.task}; only {self.task} itself can call")
         if self._error is not None:
-            raise _copy(self._error)
-        if self._leaving:
+            raise copy_of(self._error)
+        if self._now.is_leaving:
             raise GroupError(f"{call}: {self.task} has left the group; no call can follow")
         if self.has_come_back:
             raise GroupError(f"{call}: {self.task} came back after the others had met, and takes part in no call")
@@ -483,13 +387,3 @@ class Group:
 def _shut_down(sock: socket.socket) -> None:
     with suppress(OSError):  # the peer is gone already
         sock.shutdown(socket.SHUT_WR)
-
-
-def _copy(error: GroupError) -> GroupError:
-    if isinstance(error, (PeerLostError, WaitError)):
-        return type(error)(str(error), task=error.task)
-    return type(error)(str(error))
-
-
-def _names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -128,23 +128,27 @@ class Memory:
 
     def _sleep(self) -> None:
         wait, pending = Wait(self._watch), self._pending()
-        while pending:
+        # What happened before was told once, maybe while another peer was waited for.
+        ends_soon = self._watch.faults.check(pending)
+        while True:
+            before, pending = len(pending), self._pending()
+            if not pending:
+                return
+            if len(pending) < before:
+                wait.moved()
+            if ends_soon and self._watch.faults.check(pending):
+                # All that a peer that is gone published was seen just now.
+                raise self._watch.faults.late(pending)
             events = self._poll.poll(wait.poll_ms)
-            before, ends_soon = len(pending), False
+            if not events:
+                wait.look(pending)
+            ends_soon = False
             for fd, _ in events:
                 if fd == self._watch.wake_fd:
                     ends_soon = wait.woken(pending)
                 else:
                     with suppress(BlockingIOError):
                         os.eventfd_read(fd)
-            pending = self._pending()
-            if len(pending) < before:
-                wait.moved()
-            if pending and ends_soon and self._watch.check(pending):
-                # Of a peer that is gone all that it published is seen here already.
-                raise self._watch.late(pending)
-            if pending and not events:
-                wait.look(pending)
 
     def _spin(self) -> bool:
         """Returns whether all others publish within some microseconds."""

@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from tfdist.collectives.faults import Faults, Now
 
 FIRST_WORD_S, NEXT_WORD_S = 30.0, 60.0
 # For what a peer that is gone sent before.
 LAST_WORDS_S = 2.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Watch:
-    """What a wait asks of the group.
+    """What a wait asks.
 
     Attributes:
-        wake_fd: Readable when `check` should be asked at once.
-        check: Given the peers still waited for, raises if the call can not end; returns whether to expect that soon.
-        lost: Returns the error for a peer whose connection ended.
-        late: Returns the error for peers that did not come in time.
-        say: Told of the peers that are waited for, and since when, in seconds.
-        timeout_s: How long to wait from the last thing that came.
+        wake_fd: Readable when `faults.check` should be asked at once.
+        faults: Of the call.
+        now: The time-out, which counts from the last thing that came.
     """
 
     wake_fd: int
-    check: Callable[[Sequence[int]], bool]
-    lost: Callable[[int], Exception]
-    late: Callable[[Sequence[int]], Exception]
-    say: Callable[[Sequence[int], float], None]
-    timeout_s: float
+    faults: Faults
+    now: Now
 
 
 class Wait:
@@ -39,7 +35,7 @@ class Wait:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._started = self._moved = time.monotonic()
-        self._word_at, self._patience_s = self._started + FIRST_WORD_S, watch.timeout_s
+        self._word_at, self._patience_s = self._started + FIRST_WORD_S, watch.now.timeout_s
 
     def moved(self) -> None:
         self._moved = time.monotonic()
@@ -53,7 +49,7 @@ class Wait:
     def woken(self, pending: Sequence[int]) -> bool:
         """Called when `wake_fd` is readable; raises if the call can not end, returns whether to expect that soon."""
         os.read(self._watch.wake_fd, 4096)
-        ends_soon = self._watch.check(pending)
+        ends_soon = self._watch.faults.check(pending)
         if ends_soon:
             self._patience_s = min(self._patience_s, LAST_WORDS_S)
         return ends_soon
@@ -62,8 +58,8 @@ class Wait:
         """Called when no event came: raises after the time-out, or says who is waited for."""
         now = time.monotonic()
         if now >= self._moved + self._patience_s:
-            self._watch.check(())
-            raise self._watch.late(pending)
+            self._watch.faults.check(())
+            raise self._watch.faults.late(pending)
         if now >= self._word_at:
             self._word_at = now + NEXT_WORD_S
-            self._watch.say(pending, now - self._started)
+            self._watch.faults.say(pending, now - self._started)
