@@ -195,7 +195,7 @@ def _of_group(group: str, got: Record, reference: Record, controls: Sequence[Rec
     count = min(len(theirs), len(ours["values"]))
     expected = _quantity(group, theirs[:count])
     starts = np.cumsum([0, *sizes])[:-1][kept]
-    scales = _scales(expected, starts, [names[i] for i in kept])
+    scales, alike = _scales(expected, starts, [names[i] for i in kept])
 
     def distance(record: Record) -> Floats:
         values = record["groups"][group]["values"]
@@ -215,11 +215,13 @@ def _of_group(group: str, got: Record, reference: Record, controls: Sequence[Rec
     rounding = np.maximum.accumulate(rounding, axis=0)
     limits = np.maximum(tolerance, FACTOR * rounding)
     if group != "optimizer":
-        # A change is a difference of two values, each of which is rounded.
+        # A change is a difference of two values, each of which is rounded, and a sum of rows, which may cancel: what
+        # symmetry keeps at zero (the last bias of a loss of differences) is what rounding leaves of its like's size.
         largest = np.maximum.reduceat(np.nan_to_num(np.abs(theirs[1:count])), starts, axis=1)
         eps = np.array([right["eps"][i] for i in kept])
         with np.errstate(divide="ignore", invalid="ignore"):
             limits = np.maximum(limits, np.nan_to_num(4 * eps * largest / scales, nan=0.0, posinf=0.0))
+            limits = np.maximum(limits, np.nan_to_num(8 * eps * alike / scales, nan=0.0, posinf=0.0))
     factors = _factors(_quantity(group, ours["values"][:count]), expected, starts, sizes, kept)
     return _Part(WORDS[group], [names[i] for i in kept], errors, rounding, limits, factors)
 
@@ -233,16 +235,16 @@ def _quantity(group: str, values: Floats) -> Floats:
     return changes
 
 
-def _scales(expected: Floats, starts: npt.NDArray[np.int64], names: Sequence[str]) -> Floats:
-    """The size of each variable's quantity at each step, at least SMALLEST of the largest among its like."""
+def _scales(expected: Floats, starts: npt.NDArray[np.int64], names: Sequence[str]) -> tuple[Floats, Floats]:
+    """The size of each variable's quantity at each step, at least SMALLEST of the largest among its like; that size."""
     finite = np.where(np.isfinite(expected), np.abs(expected), 0.0)
     sizes: Floats = np.maximum.reduceat(finite, starts, axis=1)
+    largest = np.zeros_like(sizes)
     kinds = [name.rpartition("/")[2].rpartition("_")[2] for name in names]
     for kind in set(kinds):
         alike = [i for i, other in enumerate(kinds) if other == kind]
-        largest = sizes[:, alike].max(axis=1, keepdims=True)
-        sizes[:, alike] = np.maximum(sizes[:, alike], SMALLEST * largest)
-    return sizes
+        largest[:, alike] = sizes[:, alike].max(axis=1, keepdims=True)
+    return np.maximum(sizes, SMALLEST * largest), largest
 
 
 def _factors(

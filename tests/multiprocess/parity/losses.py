@@ -132,7 +132,8 @@ def _heads(run: Run, heads: dict[str, Any], compile_arguments: dict[str, Any] | 
     return fitted(model, regression(40)[0], targets, batch_size=13, **fit)
 
 
-@case
+# The hidden layer's bias sums the gradients of all heads, which cancel in part: 1.4e-5 on a CPU without AVX-512.
+@case(tolerance=5e-5)
 def every_loss_of_keras(run: Run) -> dict:
     """Every loss of Keras, with sample weights."""
     weight = np.random.default_rng(5).uniform(0.1, 3, 40).astype("float32")
