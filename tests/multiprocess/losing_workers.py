@@ -7,14 +7,9 @@ shows in every epoch.
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-import portpicker
-from launching import environment, wait_for, write
-
-from tfdist import tf_config
+from without_launcher import Cluster
 
 ROWS, BATCH_SIZE, WORKERS = 1200, 4, 2
 STEPS = ROWS // BATCH_SIZE
@@ -70,10 +65,9 @@ SCRIPT = f"""
 """
 # What TwoCounts shows over all rows.
 EXACT = ROWS + sum(range(ROWS)) / 1000
-DEADLINE_S = 120
 
 
-class Losing:
+class Losing(Cluster):
     """The cluster, whose worker 1 can be killed and started anew.
 
     Args:
@@ -82,76 +76,23 @@ class Losing:
     """
 
     def __init__(self, folder: Path, *, hold: bool = False) -> None:
+        super().__init__(folder, SCRIPT, folder, workers=WORKERS, ps=1)
         if hold:
             (folder / "hold").touch()
-        ports = [portpicker.pick_unused_port() for _ in range(2 + WORKERS)]
-        self._folder, self._script = folder, write(folder, SCRIPT)
-        self._cluster = tf_config.local_cluster(workers=WORKERS, ps=1, chief=True, ports=ports)
-        self._tasks = {str(task): task for task in self._cluster.tasks}
-        self._running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def __enter__(self) -> Losing:
-        for name in self._tasks:
-            self.start(name)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._running.values():
-            process.kill()
-            process.wait()
-
-    def start(self, name: str) -> None:
-        with open(self._folder / f"{name}.log", "ab") as log:
-            self._running[name] = subprocess.Popen(
-                [sys.executable, "-u", self._script, self._folder],
-                env=environment(
-                    {"TF_CONFIG": tf_config.build(self._cluster, self._tasks[name]), "TF_CPP_MIN_LOG_LEVEL": "2"}
-                ),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def kill(self, name: str) -> None:
-        self._running[name].kill()
-        self._running[name].wait()
 
     def go_on(self) -> None:
-        (self._folder / "hold").unlink()
+        (self.folder / "hold").unlink()
 
     def stop(self, kind: str) -> None:
         """Lets a fit end after its epoch."""
-        (self._folder / f"stop {kind}").touch()
-
-    def log(self, name: str) -> str:
-        return (self._folder / f"{name}.log").read_text(errors="replace")
-
-    def wait_for_words(self, words: str, times: int = 1, begun: int | None = None) -> None:
-        """Waits until the chief has said the words so many times more, from now or a place in its log on."""
-        begun = len(self.log("chief 0")) if begun is None else begun
-
-        def said() -> bool:
-            if self._running["chief 0"].poll() is not None:
-                raise AssertionError(f"the chief ended\n{self}")
-            return len(re.findall(words, self.log("chief 0")[begun:])) >= times
-
-        wait_for(said, f"{words!r}\n{self}", DEADLINE_S)
+        (self.folder / f"stop {kind}").touch()
 
     def cycle(self, kind: str) -> None:
         """Kills the worker while a fit runs, and brings it back."""
         self.kill("worker 1")
         self.wait_for_words(f"{kind} epoch", 2)
-        self.bring_back()
+        self.bring_back("worker 1")
         self.wait_for_words(f"{kind} epoch", 2)
-
-    def bring_back(self) -> None:
-        begun = len(self.log("chief 0"))
-        self.start("worker 1")
-        self.wait_for_words("worker 1 is back", begun=begun)
-
-    def codes(self) -> dict[str, int]:
-        processes = self._running
-        wait_for(lambda: all(p.poll() is not None for p in processes.values()), f"all to end\n{self}", DEADLINE_S)
-        return {name: process.returncode for name, process in processes.items()}
 
     def epochs(self, kind: str) -> list[tuple[float, int]]:
         """Returns (what the metric showed, iterations so far) of each epoch."""
@@ -160,9 +101,6 @@ class Losing:
 
     def evaluated(self) -> list[float]:
         return [float(shown) for shown in re.findall(r"evaluate \w+ ([\d.]+)", self.log("chief 0"))]
-
-    def __str__(self) -> str:
-        return "\n".join(f"--- {name}\n{self.log(name)[-6000:]}" for name in self._tasks)
 
 
 def assert_exact(cluster: Losing, kind: str, losses: int) -> None:

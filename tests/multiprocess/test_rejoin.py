@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import portpicker
 import pytest
-from launching import environment, wait_for, write
-
-from tfdist import tf_config
+from without_launcher import Cluster
 
 # Trains until a file is there. The labels of the last worker are ones, so that their sum counts its rows.
 SCRIPT = """
@@ -53,42 +46,19 @@ SCRIPT = """
     model.fit(rows, steps_per_epoch=40, epochs=10**6, verbose=0, callbacks=[Tell()])
     print("iterations", int(model.optimizer.iterations), flush=True)
 """
-DEADLINE_S = 240  # on a loaded machine five tasks take minutes to import TensorFlow
 HEARTBEAT_S = 6
 
 
-class Cluster:
-    """A chief, workers and ps, started without the launcher, of which all workers train."""
+class Training(Cluster):
+    """All its workers train."""
 
     def __init__(self, folder: Path, *, workers: int, ps: int, heartbeat_s: float = 60) -> None:
-        ports = [portpicker.pick_unused_port() for _ in range(1 + workers + ps)]
-        self._folder, self._script, self._heartbeat_s = folder, write(folder, SCRIPT), heartbeat_s
-        self._cluster = tf_config.local_cluster(workers=workers, ps=ps, chief=True, ports=ports)
-        self._last_worker = f"worker {workers - 1}"
-        self._names = {str(task): task for task in self._cluster.tasks}
-        self._started: list[subprocess.Popen[bytes]] = []
-        self.tasks: dict[str, subprocess.Popen[bytes]] = {}
-        for name in self._names:
-            self.start(name)
+        self._stop = folder / "stop"
+        env = {"TFDIST_HEARTBEAT_TIMEOUT_S": str(heartbeat_s)}
+        super().__init__(folder, SCRIPT, self._stop, workers=workers, ps=ps, env=env)
 
-    def start(self, name: str) -> None:
-        """Starts a task, or starts it anew."""
-        with open(self._folder / f"{name}.log", "ab") as log:
-            self.tasks[name] = subprocess.Popen(
-                [sys.executable, "-u", self._script, self._folder / "stop"],
-                env=environment(
-                    {
-                        "TF_CONFIG": tf_config.build(self._cluster, self._names[name]),
-                        "TFDIST_HEARTBEAT_TIMEOUT_S": str(self._heartbeat_s),
-                        "TF_CPP_MIN_LOG_LEVEL": "2",
-                    }
-                ),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-        self._started.append(self.tasks[name])
-
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> Training:
+        super().__enter__()
         try:
             self.wait_for_epochs(1)
         except BaseException:
@@ -96,53 +66,17 @@ class Cluster:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
-
-    def kill(self, name: str) -> None:
-        self.tasks[name].kill()
-        self.tasks[name].wait()
-
     def end_of_training(self) -> None:
         """Lets `fit` end after this epoch."""
-        (self._folder / "stop").touch()
-
-    def log(self, name: str) -> str:
-        path = self._folder / f"{name}.log"
-        return path.read_text(errors="replace") if path.exists() else ""
-
-    def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        try:
-            wait_for(condition, what, DEADLINE_S)
-        except AssertionError as error:
-            raise AssertionError(f"{error}\n{self}") from None
-
-    def wait_for_words(self, name: str, words: str) -> None:
-        self.wait_for(lambda: words in self.log(name), f"{name} to say {words!r}")
+        self._stop.touch()
 
     def wait_for_epochs(self, count: int, *, with_last_worker: bool = True) -> None:
         """Waits until the chief has trained so many more epochs, all with or all without rows of the last worker."""
-        begun = len(self.log("chief 0"))
-        pattern = r"rows of the last worker: [1-9]" if with_last_worker else r"rows of the last worker: 0\n"
-        self.wait_for(
-            lambda: len(re.findall(pattern, self.log("chief 0")[begun:])) >= count,
-            f"{count} epochs {'with' if with_last_worker else 'without'} {self._last_worker}",
-        )
-
-    def codes(self, *names: str) -> dict[str, int]:
-        """Waits for tasks to end: all, or those named."""
-        tasks = {name: process for name, process in self.tasks.items() if not names or name in names}
-        self.wait_for(lambda: all(process.poll() is not None for process in tasks.values()), "the tasks to end")
-        return {name: process.returncode for name, process in tasks.items()}
-
-    def __str__(self) -> str:
-        return "\n".join(f"--- {name}\n{self.log(name)[-6000:]}" for name in self._names)
+        self.wait_for_words(f"rows of the last worker: {'[1-9]' if with_last_worker else '0$'}", count)
 
 
 def test_a_worker_that_is_killed_is_done_without_and_used_again_when_it_is_back(tmp_path):
-    with Cluster(tmp_path, workers=2, ps=2) as cluster:
+    with Training(tmp_path, workers=2, ps=2) as cluster:
         cluster.kill("worker 1")
         cluster.wait_for_epochs(2, with_last_worker=False)
         cluster.start("worker 1")
@@ -158,9 +92,9 @@ def test_a_worker_that_is_killed_is_done_without_and_used_again_when_it_is_back(
 
 
 def test_the_last_worker_is_waited_for_and_leaves_with_the_rest_when_the_chief_is_killed(tmp_path):
-    with Cluster(tmp_path, workers=1, ps=1) as cluster:
+    with Training(tmp_path, workers=1, ps=1) as cluster:
         cluster.kill("worker 0")
-        cluster.wait_for_words("chief 0", "tfdist: waiting for a worker to come back (0 s of 60 s): none is left")
+        cluster.wait_for_words(r"tfdist: waiting for a worker to come back \(0 s of 60 s\): none is left", begun=0)
         cluster.start("worker 0")
         cluster.wait_for_epochs(1)
         cluster.kill("chief 0")
@@ -179,7 +113,7 @@ def test_the_last_worker_is_waited_for_and_leaves_with_the_rest_when_the_chief_i
     ids=lambda value: value.name if isinstance(value, signal.Signals) else value,
 )
 def test_what_training_can_not_go_on_without_is_named(number, lost, words, tmp_path):
-    with Cluster(tmp_path, workers=1, ps=2, heartbeat_s=HEARTBEAT_S) as cluster:
+    with Training(tmp_path, workers=1, ps=2, heartbeat_s=HEARTBEAT_S) as cluster:
         cluster.tasks[lost].send_signal(number)
         others = sorted(set(cluster.tasks) - {lost})
         assert set(cluster.codes(*others).values()) == {1}, str(cluster)

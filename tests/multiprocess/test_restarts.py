@@ -320,29 +320,24 @@ def test_the_loss_of_all_workers_ends_the_run_and_names_the_first(tmp_path):
     assert "worker 0 ended with killed by SIGKILL" in ended.words, ended
 
 
-def test_a_chief_that_fails_long_after_a_worker_is_to_blame_itself(tmp_path):
-    body = "wait('fail')\nraise ValueError('bad shape')\n"
-    with ps_cluster(tmp_path, body, "--max-restarts", 0) as launcher:
+@pytest.mark.parametrize(
+    ("raised", "code", "blamed"),
+    [
+        ("ValueError('bad shape')", 1, "chief 0"),
+        ("PeerLostError('no worker is left; worker 1 is gone', task='worker 1')", 137, "worker 1"),
+    ],
+    ids=["of its own", "for want of a worker"],
+)
+def test_who_is_to_blame_where_a_chief_fails_long_after_a_worker(raised, code, blamed, tmp_path):
+    with ps_cluster(tmp_path, f"wait('fail')\nraise {raised}\n", "--max-restarts", 0) as launcher:
         pid_of(tmp_path, "chief 0")
         os.kill(pid_of(tmp_path, "worker 1"), signal.SIGKILL)
         read_until(launcher.stderr, "training goes on with 1 worker")
         (tmp_path / "fail").touch()
         ended = finish(launcher)
-    assert ended.code == 1, ended
-    assert "failed: chief 0 was first" in ended.words, ended
-    assert "ValueError: bad shape" in ended.words
-
-
-def test_a_chief_that_fails_for_want_of_a_worker_is_not_to_blame(tmp_path):
-    body = "wait('fail')\nraise PeerLostError('no worker is left; worker 1 is gone', task='worker 1')\n"
-    with ps_cluster(tmp_path, body) as launcher:
-        pid_of(tmp_path, "chief 0")
-        os.kill(pid_of(tmp_path, "worker 1"), signal.SIGKILL)
-        read_until(launcher.stderr, "training goes on with 1 worker")
-        (tmp_path / "fail").touch()
-        ended = finish(launcher)
-    assert ended.code == 137, ended
-    assert "failed: worker 1 was first" in ended.words, ended
+    assert ended.code == code, ended
+    assert f"failed: {blamed} was first" in ended.words, ended
+    assert ("ValueError: bad shape" in ended.words) == (blamed == "chief 0"), ended
 
 
 def test_a_worker_that_dies_before_all_have_met_fails_the_run(tmp_path):

@@ -11,7 +11,7 @@ def test_every_row_counts_once_though_a_worker_dies_and_comes_back(tmp_path):
         # Within one epoch: it reads its share on.
         cluster.wait_for_words("holds", begun=0)
         cluster.kill("worker 1")
-        cluster.bring_back()
+        cluster.bring_back("worker 1")
         cluster.go_on()
         cluster.wait_for_words("own epoch", 2)
         cluster.stop("own")
